@@ -1,0 +1,82 @@
+"""Diagnostics: one format, from the parser to the compilers below us.
+
+A phase never raises at its first finding; it appends to a `Diagnostics` and goes on where it can.
+`Diagnostics.raise_if_errors` then reports all of a file's mistakes at once, sorted by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kgen.dsl.source import Span
+
+
+class KgenError(Exception):
+    """Base of every error that is the user's to see. Its text is complete: no traceback is needed to act on it."""
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One mistake: a code of `docs/errors.md`, a message, the place, and what to do about it."""
+
+    code: str
+    message: str
+    span: Span
+    label: str = ""
+    help: str = ""
+    notes: tuple[str, ...] = ()
+
+    def render(self) -> str:
+        """The message as the terminal shows it: header, source line, caret, notes, help."""
+        span = self.span
+        gutter = " " * len(str(span.line))
+        line = span.source.line(span.line)
+        # Tabs are shown as one space each so that the caret stays under its column.
+        shown = line.replace("\t", " ")
+        start = span.column - 1
+        stop = span.end_column - 1 if span.end_line == span.line else len(shown)
+        caret = " " * start + "^" * max(1, stop - start)
+        label = f" {self.label}" if self.label else ""
+        out = [
+            f"error[{self.code}]: {self.message}",
+            f"{gutter}--> {span}",
+            f"{gutter} |",
+            f"{span.line} | {shown}".rstrip(),
+            f"{gutter} | {caret}{label}",
+        ]
+        out += [f"{gutter} = note: {note}" for note in self.notes]
+        if self.help:
+            out.append(f"{gutter} = help: {self.help}")
+        return "\n".join(out)
+
+
+class DslError(KgenError):
+    """The mistakes found in one source file (`.diagnostics`), rendered in order of position."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = tuple(diagnostics)
+        super().__init__("\n\n".join(d.render() for d in self.diagnostics))
+
+
+@dataclass
+class Diagnostics:
+    """A collector; the same finding reported through several specialisations is kept once."""
+
+    items: list[Diagnostic] = field(default_factory=list)
+
+    def error(
+        self, code: str, message: str, span: Span, *, label: str = "", help: str = "", notes: tuple[str, ...] = ()
+    ) -> None:
+        """Record a mistake, unless the same code was already reported at the same place."""
+        if not any(d.code == code and d.span == span for d in self.items):
+            self.items.append(Diagnostic(code, message, span, label, help, notes))
+
+    def sorted(self) -> list[Diagnostic]:
+        """Findings in order of position."""
+        return sorted(self.items, key=lambda d: (d.span.source.path, d.span.line, d.span.column, d.code))
+
+    def raise_if_errors(self) -> None:
+        """Raise `DslError` with everything found, if anything was."""
+        if self.items:
+            raise DslError(self.sorted())
