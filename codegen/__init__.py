@@ -1,0 +1,1 @@
+"""From the tile IR to source text: normal form, schedules, phases, and one emitter a backend."""

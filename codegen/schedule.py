@@ -1,0 +1,80 @@
+"""Schedules: how a kernel is spread over the machine. The source says what, a schedule says how; pure data.
+
+The model is the same on both backends:
+
+* The parallel indices are flattened, last declared fastest, into one *row* index `p` in `0 .. P-1`. A program takes
+  `rows` consecutive values of `p` and recovers the indices by division. `rows == 1` is one row a program.
+* A tile axis is *whole* (one program holds all of it at once) or *looped* (`chunks` gives how many elements it
+  takes at a time; values along it are computed again in each pass that needs them).
+* A kernel without tile axes is *flat*: `rows` is the block of points that a program takes.
+
+CUDA: `threads` a CTA. In a flat kernel every thread takes vectors of `vector` consecutive points. Otherwise
+`threads // rows` threads share a row, each taking vectors of `vector` elements along the vector axis.
+Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How one kernel variant is mapped onto programs and threads. All sizes are powers of two but `chunks` may be any
+    multiple of the vector width."""
+
+    threads: int
+    rows: int
+    vector: int = 1
+    chunks: tuple[tuple[str, int], ...] = ()
+    name: str = ""  # "flat", "row", "looped": what a reader of the manifest is told
+
+    def chunk(self, axis: str) -> int | None:
+        """Elements of `axis` taken at a time, or None where the axis is whole."""
+        return dict(self.chunks).get(axis)
+
+
+@dataclass(frozen=True)
+class Straight:
+    """Statements without a looped axis, executed once."""
+
+    body: tuple[ir.Stmt, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One pass over the chunks of `axis`.
+
+    `body` is executed for each chunk, in order; values along `axis` live only inside. A `Let` in it whose value is a
+    `Reduce` over `axis` is an accumulator: it starts at the identity, takes in each chunk, and its name is
+    bound to the finished value after the loop (it is not used inside).
+    """
+
+    axis: str
+    chunk: int
+    body: tuple[ir.Stmt, ...]
+
+
+Step = Straight | Loop
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A kernel in normal form with its schedule applied: what both emitters print.
+
+    Normal form (`kgen.codegen.normalize`): every `Load` and every `Reduce` is the whole value of its own `Let`;
+    equal loads are loaded once; all other `Let`s and stores are free of both. Dimensions known to the variant are
+    replaced by their values. Names of lifted values are made from the user's: `x_mn` for `x[m, n]`, `r_sum` for the
+    sum inside `r = ...`.
+    """
+
+    kernel: ir.Kernel
+    variant: Variant
+    schedule: Schedule
+    steps: tuple[Step, ...]
+    # Inout tensors whose elements are read by other threads of the program than those that overwrite them: the
+    # emitters put a barrier between the last such load and the first store.
+    barriers: frozenset[str] = frozenset()
