@@ -1,0 +1,1 @@
+"""Operators written in the kernel language, their functional API and modules."""

@@ -1,0 +1,1 @@
+"""Compilation, launch, caching, autograd and verification of generated kernels."""

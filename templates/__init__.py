@@ -1,0 +1,1 @@
+"""Jinja templates and C++ headers of the generated kernels; data only."""
