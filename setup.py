@@ -26,6 +26,8 @@ packages = [
 setup(
     packages=packages,
     package_dir=FOLDERS,
+    # The default, True, leaves package_data out of the source distribution.
+    include_package_data=False,
     # "**" also reaches folders that hold only data, such as templates/cuda/.
     package_data={"*": ["py.typed", "**/*.lark", "**/*.kdsl", "**/*.j2", "**/*.hpp", "**/*.json"]},
 )
