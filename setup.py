@@ -28,6 +28,6 @@ setup(
     package_dir=FOLDERS,
     # The default, True, leaves package_data out of the source distribution.
     include_package_data=False,
-    # "**" also reaches folders that hold only data, such as templates/cuda/.
-    package_data={"*": ["py.typed", "**/*.lark", "**/*.kdsl", "**/*.j2", "**/*.hpp", "**/*.json"]},
+    # For every package; "**" also reaches folders that hold only data, such as templates/cuda/.
+    package_data={"": ["py.typed", "**/*.lark", "**/*.kdsl", "**/*.j2", "**/*.hpp", "**/*.json"]},
 )
