@@ -1,4 +1,4 @@
-"""The package is laid out as setup.py says: sub-packages import, and no file of them is missing from a wheel."""
+"""The package is laid out as setup.py says: sub-packages import, and a wheel misses no file of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_wheel_holds_every_source_and_data_file(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
     for name in ["pyproject.toml", "setup.py", "README.md", "LICENSE"]:
         shutil.copy(ROOT / name, tree)
-    # What setup.py must reach beyond what the tree holds today: a new sub-package, and a folder of data alone.
+    # What setup.py must reach beyond what the tree holds today: a new sub-package and a folder of data.
     (tree / "codegen" / "probe").mkdir()
     (tree / "codegen" / "probe" / "__init__.py").touch()
     (tree / "templates" / "probe").mkdir()
