@@ -1,7 +1,7 @@
 """The one Jinja environment of all emitters, and how templates see a list of lines.
 
-Templates hold skeletons and statements; expressions, indexing, masks, layout and names are made in Python and arrive
-as text. An undefined name in a template is an error, never an empty string.
+Templates hold skeletons and statements; expressions, indexing, masks, layout and names are made in Python and
+arrive as text. An undefined name in a template is an error, never an empty string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def indent_lines(lines: Iterable[str], depth: int = 1) -> str:
 
 @cache
 def environment() -> Environment:
-    """The environment over `kgen.templates`; names are like `cuda/kernel.cu.j2`. Autoescaping is off: no HTML is made."""
+    """The environment over `kgen.templates`; names are like `cuda/kernel.cu.j2`. No autoescaping: this is not HTML."""
     env = Environment(
         loader=PackageLoader("kgen.templates", ""),
         undefined=StrictUndefined,
