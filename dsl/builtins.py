@@ -6,6 +6,7 @@ they must all agree on, and the tests go through it op by op.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -82,3 +83,6 @@ OPERATORS = {
 # Reductions of the IR. `mean`, `var`, `logsumexp` and `softmax` are written in terms of these by the checker.
 REDUCTIONS = ("sum", "prod", "max", "min", "any", "all", "argmax", "argmin")
 COMPOSITE_REDUCTIONS = ("mean", "var", "logsumexp", "softmax")
+
+# Names with a value, unless the kernel gives them another meaning.
+CONSTANTS = {"inf": math.inf, "nan": math.nan, "pi": math.pi}

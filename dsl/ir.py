@@ -113,7 +113,7 @@ class Ref:
 @dataclass(frozen=True)
 class Load:
     """`tensor[at...]`, widened to its compute dtype. A subscript is affine (`Poly`, proved in bounds) or a value (an
-    integer `Expr`: a gather; out of range it yields NaN, or the dtype's lowest value for integers, and touches no memory).
+    integer `Expr`: a gather; out of range it yields NaN, or the lowest value for integers, and touches no memory).
     """
 
     tensor: str

@@ -1,0 +1,175 @@
+"""Names in force while a kernel is elaborated, and the compile-time choices made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from kgen.dsl import ast, ir
+from kgen.dsl.affine import Poly
+from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import DTYPES, DType
+from kgen.dsl.source import Span
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What a kernel is specialised to: a dtype for each dtype variable, a value for each const parameter, and the
+    names of the optional tensors that are there."""
+
+    dtypes: Mapping[str, DType]
+    consts: Mapping[str, int | float | bool] = field(default_factory=dict)
+    present: frozenset[str] = frozenset()
+
+
+class Choices:
+    """Answers to compile-time questions: from a specialisation, or, when a file is checked, every combination in turn.
+
+    A check runs the elaboration once for each path of answers; `next_path` moves to the next one.
+    """
+
+    MAX_PATHS = 256
+
+    def __init__(self) -> None:
+        self._path: list[bool] = []
+        self._memo: dict[Hashable, bool] = {}
+        self._runs = 1
+
+    def decide(self, key: Hashable) -> bool:
+        """The answer to an open question on this path; the same question gets the same answer."""
+        if key not in self._memo:
+            cursor = len(self._memo)
+            if cursor == len(self._path):
+                self._path.append(True)
+            self._memo[key] = self._path[cursor]
+        return self._memo[key]
+
+    def describe(self) -> tuple[str, ...]:
+        """The answers given on this path, in words."""
+        return tuple(f"{key} is {'true' if value else 'false'}" for key, value in self._memo.items())
+
+    def next_path(self) -> bool:
+        """Move on; False when every path has been taken (or too many have)."""
+        self._memo.clear()
+        self._runs += 1
+        while self._path and not self._path[-1]:
+            self._path.pop()
+        if not self._path or self._runs > self.MAX_PATHS:
+            return False
+        self._path[-1] = False
+        return True
+
+
+class Scope:
+    """Everything a name can mean at a point of a kernel body, and the statements emitted so far.
+
+    `spec` is None when a file is checked without a specialisation: const parameters are then open (`choices`), const
+    integers are symbols like dimensions, and dtype variables stand for `assumed`.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        functions: Mapping[str, ast.Function],
+        diagnostics: Diagnostics,
+        spec: Specialization | None,
+        choices: Choices,
+        assumed: DType | None = None,
+    ) -> None:
+        self.signature = signature
+        self.functions = functions
+        self.diagnostics = diagnostics
+        self.spec = spec
+        self.choices = choices
+        self.assumed = assumed
+        self.tensors: dict[str, TensorParam] = {t.name: t for t in signature.tensors}
+        self.scalars: dict[str, ScalarParam] = {s.name: s for s in signature.scalars}
+        self.axes: dict[str, ir.Axis] = {}
+        self.values: dict[str, ir.Expr] = {}  # user's name -> a reference to its latest binding, or index arithmetic
+        self.failed: set[str] = set()  # names whose assignment was in error: their uses are not reported again
+        self.body: list[ir.Stmt] = []
+        self.requires: list[ir.Requirement] = []
+        self._taken = {*self.tensors, *self.scalars, *signature.dims}
+
+    # -- dtypes, dimensions, constants -----------------------------------------------------------------------------
+    def dtype(self, name: str) -> DType | None:
+        """The dtype that `name` stands for here, or None if it is no dtype name or variable of this kernel."""
+        if name in DTYPES:
+            return DTYPES[name]
+        choices = self.signature.dtype_vars.get(name)
+        if choices is None:
+            return None
+        if self.spec is not None:
+            return self.spec.dtypes[name]
+        return self.assumed if self.assumed in choices else choices[0]
+
+    def const(self, name: str) -> int | float | bool | None:
+        """The value of const parameter `name`, where it is known."""
+        if self.spec is None:
+            return None
+        return self.spec.consts.get(name)
+
+    def poly_name(self, name: str) -> Poly | None:
+        """The polynomial for a dimension, an index or a const integer; None for any other name."""
+        if name in self.axes or name in self.signature.dims:
+            return Poly.sym(name)
+        scalar = self.scalars.get(name)
+        if scalar is not None and scalar.const and DTYPES[scalar.dtype].kind == "int":
+            value = self.const(name)
+            return Poly.sym(name) if value is None else Poly.const(int(value))
+        return None
+
+    def shape(self, tensor: TensorParam) -> tuple[Poly, ...]:
+        """A tensor's shape with const integers that are known put in."""
+        if self.spec is None:
+            return tensor.shape
+        ints = {k: int(v) for k, v in self.spec.consts.items() if isinstance(v, int) and not isinstance(v, bool)}
+        return tuple(p.substitute(ints) for p in tensor.shape)
+
+    def is_present(self, tensor: TensorParam) -> bool:
+        """Whether an optional tensor is there on this path."""
+        if not tensor.optional:
+            return True
+        if self.spec is not None:
+            return tensor.name in self.spec.present
+        return self.choices.decide(tensor.name)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+    def is_taken(self, name: str) -> bool:
+        """Whether `name` means something other than a value."""
+        return name in self.axes or name in self.tensors or name in self.scalars or name in self.signature.dims
+
+    def bind(self, name: str, value: ir.Expr, span: Span) -> ir.Ref:
+        """Emit `name = value` under a name that is unique in the kernel and return a reference to it."""
+        unique = self.unique(name)
+        let = ir.Let(unique, value, span)
+        self.body.append(let)
+        return self.ref(let, span)
+
+    def assign(self, name: str, value: ir.Expr, span: Span) -> None:
+        """Bind the user's name `name`; a second assignment shadows the first.
+
+        Index arithmetic (`p = s + 1`) stays what it is, so that it can still be an affine subscript.
+        """
+        self.failed.discard(name)
+        self.values[name] = value if isinstance(value, ir.IndexValue) else self.bind(name, value, span)
+
+    def unique(self, hint: str) -> str:
+        """`hint`, or `hint_2`, `hint_3`, ... if it is taken; the name is taken from now on."""
+        name, n = hint, 1
+        while name in self._taken or name in self.axes:
+            n += 1
+            name = f"{hint}_{n}"
+        self._taken.add(name)
+        return name
+
+    @staticmethod
+    def ref(let: ir.Let, span: Span) -> ir.Ref:
+        """A use of `let` at `span`."""
+        return ir.Ref(let.name, let.value.dtype, let.value.axes, span)
+
+    def path_notes(self) -> tuple[str, ...]:
+        """For a message: which choices lead here, when there were any."""
+        taken = self.choices.describe() if self.spec is None else ()
+        return (f"this is so when {' and '.join(taken)}",) if taken else ()
