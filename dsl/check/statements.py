@@ -172,13 +172,6 @@ class Statements:
 
     # -- values and stores ---------------------------------------------------------------------------------------------
     def _assign(self, s: ast.Assign) -> None:
-        if len(s.targets) != len(s.values):
-            raise self.fail(
-                "K0217",
-                f"{len(s.targets)} targets for {len(s.values)} values",
-                s.span,
-                "give one value for each target",
-            )
         values = [self.expressions.expr(v) for v in s.values]
         for target, value in zip(s.targets, values, strict=True):
             if isinstance(target, ast.Name):

@@ -1,0 +1,176 @@
+"""The checker's error codes (K02xx), each with a program that earns it and its correction."""
+
+from __future__ import annotations
+
+from kgen.dsl.codes import Code
+
+
+def _kernel(*lines: str, header: str = "kernel f(x: T[M, N], w: W[N]) -> (y: T[M, N]):") -> str:
+    """A file of one kernel with the given statements under `header`."""
+    return header + "\n" + "".join(f"    {line}\n" for line in lines)
+
+
+_IDX = ("parallel m in M", "tile n in N")
+_COPY = "y[m, n] = x[m, n]"
+_ROW = "kernel f(x: T[M, N]) -> (y: T[M]):"
+
+
+def _code(code: str, title: str, wrong: str, right: str) -> Code:
+    return Code(code, title, wrong, right)
+
+
+CHECKER_CODES: tuple[Code, ...] = (
+    _code(
+        "K0200",
+        "a name is declared twice, or hides something else",
+        _kernel("parallel m in M", "tile m in N", "y[m, m] = x[m, m]"),
+        _kernel(*_IDX, _COPY),
+    ),
+    _code("K0201", "a name that nothing declares", _kernel(*_IDX, "y[m, n] = xx"), _kernel(*_IDX, _COPY)),
+    _code(
+        "K0202",
+        "a function that nothing declares",
+        _kernel(*_IDX, "y[m, n] = expp(x[m, n])"),
+        _kernel(*_IDX, "y[m, n] = exp(x[m, n])"),
+    ),
+    _code(
+        "K0203",
+        "a stored value carries an index that its target lacks",
+        _kernel(*_IDX, "y[m] = x[m, n] * 2.0", header=_ROW),
+        _kernel(*_IDX, "y[m] = sum(x[m, n] * 2.0, n)", header=_ROW),
+    ),
+    _code(
+        "K0204",
+        "not a dtype",
+        _kernel(*_IDX, _COPY, header="kernel f(x: float32[M, N]) -> (y: float32[M, N]):"),
+        _kernel(*_IDX, _COPY, header="kernel f(x: f32[M, N]) -> (y: f32[M, N]):"),
+    ),
+    _code(
+        "K0205",
+        "the wrong number of arguments",
+        _kernel(*_IDX, "y[m, n] = maximum(x[m, n])"),
+        _kernel(*_IDX, "y[m, n] = maximum(x[m, n], 0)"),
+    ),
+    _code(
+        "K0206",
+        "a reduction over something that is no index of the value",
+        _kernel(*_IDX, "y[m] = sum(2.0, n)", header=_ROW),
+        _kernel(*_IDX, "y[m] = sum(2.0 * x[m, n], n)", header=_ROW),
+    ),
+    _code(
+        "K0207",
+        "a reduction over an index that is spread over programs",
+        _kernel("parallel m in M, n in N", "y[m] = sum(x[m, n], n)", header=_ROW),
+        _kernel(*_IDX, "y[m] = sum(x[m, n], n)", header=_ROW),
+    ),
+    _code(
+        "K0208",
+        "an operand of the wrong kind",
+        _kernel(*_IDX, "y[m, n] = x[m, n] // 2"),
+        _kernel(*_IDX, "y[m, n] = floor(x[m, n] / 2)"),
+    ),
+    _code("K0209", "the wrong number of subscripts", _kernel(*_IDX, "y[m, n] = x[m]"), _kernel(*_IDX, _COPY)),
+    _code(
+        "K0210",
+        "a tensor without a subscript, or a subscript on something that is no tensor",
+        _kernel(*_IDX, "y[m, n] = x * 2.0"),
+        _kernel(*_IDX, "y[m, n] = x[m, n] * 2.0"),
+    ),
+    _code(
+        "K0211",
+        "a store into an input",
+        _kernel(*_IDX, "x[m, n] = 0.0", _COPY),
+        _kernel(*_IDX, "y[m, n] = 0.0"),
+    ),
+    _code(
+        "K0212",
+        "an optional tensor is used where it may be absent",
+        _kernel(*_IDX, "y[m, n] = x[m, n] * w[n]", header="kernel f(x: T[M, N], w: W[N]?) -> (y: T[M, N]):"),
+        _kernel(
+            *_IDX,
+            "if w:",
+            "    y[m, n] = x[m, n] * w[n]",
+            "else:",
+            "    y[m, n] = x[m, n]",
+            header="kernel f(x: T[M, N], w: W[N]?) -> (y: T[M, N]):",
+        ),
+    ),
+    _code(
+        "K0213",
+        "a condition that must be known at compile time is not",
+        _kernel(*_IDX, "if x[m, n] > 0:", "    y[m, n] = x[m, n]", "else:", "    y[m, n] = 0.0"),
+        _kernel(*_IDX, "y[m, n] = where(x[m, n] > 0, x[m, n], 0.0)"),
+    ),
+    _code(
+        "K0214",
+        "a subscript that is not an integer",
+        _kernel(*_IDX, "y[m, n] = x[m, w[n]]"),
+        _kernel(*_IDX, "y[m, n] = x[m, i64(w[n])]"),
+    ),
+    _code(
+        "K0215",
+        "a store whose target is not affine in the indices",
+        _kernel(*_IDX, "y[m, i64(w[n])] = x[m, n]"),
+        _kernel(*_IDX, "y[m, n] = x[m, i64(w[n])]"),
+    ),
+    _code(
+        "K0216",
+        "a store that would change the kind of a value",
+        _kernel(*_IDX, "y[m, n] = x[m, n] * 2.0", header="kernel f(x: T[M, N]) -> (y: i32[M, N]):"),
+        _kernel(*_IDX, "y[m, n] = i32(x[m, n] * 2.0)", header="kernel f(x: T[M, N]) -> (y: i32[M, N]):"),
+    ),
+    _code(
+        "K0218",
+        "an output's dimension that no input determines",
+        _kernel("parallel m in M, k in K", "y[m, k] = x[m]", header="kernel f(x: T[M]) -> (y: T[M, K]):"),
+        _kernel("parallel m in M, k in K", "y[m, k] = x[m]", header="kernel f(x: T[M], K: const i32) -> (y: T[M, K]):"),
+    ),
+    _code(
+        "K0219",
+        "a shape or extent that is not integer arithmetic over dimensions",
+        _kernel("parallel m in M", "tile n in N / 2", _COPY),
+        _kernel("parallel m in M", "tile n in N", _COPY),
+    ),
+    _code(
+        "K0220",
+        "a star in the wrong place",
+        _kernel(*_IDX, _COPY, header="kernel f(x: T[M, *N]) -> (y: T[M, *N]):"),
+        _kernel(*_IDX, _COPY, header="kernel f(x: T[*M, N]) -> (y: T[*M, N]):"),
+    ),
+    _code(
+        "K0221",
+        "a recursive function",
+        "fn g(a) = g(a) + 1.0\n\n" + _kernel(*_IDX, "y[m, n] = g(x[m, n])"),
+        "fn g(a) = a + 1.0\n\n" + _kernel(*_IDX, "y[m, n] = g(x[m, n])"),
+    ),
+    _code(
+        "K0222",
+        "a sequential loop, which this version does not lower",
+        _kernel("parallel m in M", "for n in N by 64:", "    y[m, n] = x[m, n]"),
+        _kernel(*_IDX, _COPY),
+    ),
+    _code(
+        "K0223",
+        "a default value that does not fit its parameter",
+        _kernel(*_IDX, _COPY, header="kernel f(x: T[M, N], n_max: i32 = 1.5) -> (y: T[M, N]):"),
+        _kernel(*_IDX, _COPY, header="kernel f(x: T[M, N], n_max: i32 = 1) -> (y: T[M, N]):"),
+    ),
+    _code(
+        "K0224",
+        "an assignment to a name that is no value",
+        _kernel(*_IDX, "n = x[m, n]", "y[m, n] = n"),
+        _kernel(*_IDX, "a = x[m, n]", "y[m, n] = a"),
+    ),
+    _code(
+        "K0225",
+        "outputs that are missing or of the wrong form",
+        _kernel(*_IDX, "a = x[m, n]", header="kernel f(x: T[M, N]):"),
+        _kernel(*_IDX, "x[m, n] = 2.0 * x[m, n]", header="kernel f(x: inout T[M, N]):"),
+    ),
+    _code(
+        "K0226",
+        "a constant that cannot be computed",
+        _kernel(*_IDX, "y[m, n] = x[m, n] * (1 // 0)"),
+        _kernel(*_IDX, "y[m, n] = x[m, n] * (1 // 2)"),
+    ),
+)
