@@ -19,6 +19,11 @@ from dataclasses import dataclass
 
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
+from kgen.dsl.diagnostics import KgenError
+
+
+class ScheduleError(KgenError):
+    """A schedule, given by a user or found in a tuning table, that does not fit its kernel."""
 
 
 @dataclass(frozen=True)

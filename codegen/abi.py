@@ -1,0 +1,103 @@
+"""The calling convention: which arguments does the emitted function take, and how many programs are launched?
+
+Both backends take the same list. Whatever the generated code has no use for is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kgen.codegen.normalize import normalize
+from kgen.codegen.program import Arg
+from kgen.codegen.schedule import Schedule
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+from kgen.dsl.affine import Poly
+from kgen.dsl.dtypes import I32, I64
+
+
+def kernel_args(kernel: ir.Kernel, variant: Variant) -> tuple[Arg, ...]:
+    """The arguments of `kernel` (in normal form or not): tensors, dimensions, strides, scalars, each in declared order.
+
+    Left out are tensors that no live statement touches, dimensions that are compile-time or do not occur, and
+    strides that are 1 by proof or whose subscript is always 0. A stride is i64 where a parallel index or a gathered value moves
+    along it, i32 where only tile indices do (i64 too in a `wide` variant). A dimension of the row index is
+    i32 (i64 if `wide`), any other i64.
+    """
+    normal = normalize(kernel, variant)
+    uses = _Uses.of(normal)
+    wide = I64 if variant.wide else I32
+    rows = frozenset[str]().union(*(a.extent.symbols for a in normal.parallel))
+    args = [Arg("tensor", t.name, t.dtype) for t in normal.tensors if t.name in uses.subscripts]
+    dims = rows | uses.dims
+    for d in normal.dims:
+        rank = variant.star_rank(d)
+        if d in dims or rank > 1:
+            dtype = wide if d in rows else I64
+            args += [Arg("dim", d, dtype, part=part) for part in range(rank)]
+    parallel = {a.name for a in normal.parallel}
+    for t in normal.tensors:
+        for axis, subscripts in enumerate(uses.subscripts.get(t.name, ())):
+            if all(isinstance(s, Poly) and s == Poly.const(0) for s in subscripts):
+                continue
+            tile_only = all(isinstance(s, Poly) and not s.symbols & parallel for s in subscripts)
+            dtype = wide if tile_only else I64
+            args += [Arg("stride", t.name, dtype, axis, part) for part in _strided(t, axis, variant)]
+    return (*args, *(Arg("scalar", p.name, p.dtype) for p in normal.scalars if p.name in uses.scalars))
+
+
+def grid_size(kernel: ir.Kernel, variant: Variant, schedule: Schedule, dims: Mapping[str, int]) -> int:
+    """The number of programs: the product of the parallel extents over `schedule.rows`, rounded up.
+
+    `dims` gives the dimensions' values; those that the variant knows may be left out. 0 where there is nothing to do.
+    """
+    known = {**dict(variant.dims), **dims}
+    points = 1
+    for a in kernel.parallel:
+        points *= max(0, a.extent.evaluate(known))
+    return -(-points // schedule.rows)
+
+
+def _strided(t: ir.Tensor, axis: int, variant: Variant) -> range:
+    """The parts of dimension `axis` of `t` that have a stride argument; all but the last for a unit innermost one."""
+    star = t.shape[0].as_symbol if t.star and axis == 0 else None
+    parts = variant.star_rank(star) if star is not None else 1
+    unit = axis == len(t.shape) - 1 and variant.tensor(t.name).unit
+    return range(parts - 1 if unit else parts)
+
+
+@dataclass
+class _Uses:
+    """What the statements of a kernel touch: the subscripts of each tensor, by dimension, and the names in index
+    arithmetic."""
+
+    subscripts: dict[str, list[list[Poly | ir.Expr]]] = field(default_factory=dict)
+    dims: set[str] = field(default_factory=set)
+    scalars: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(kernel: ir.Kernel) -> _Uses:
+        uses = _Uses()
+        for tensor, at in _accesses(kernel):
+            per_axis = uses.subscripts.setdefault(tensor, [[] for _ in at])
+            for axis, s in enumerate(at):
+                per_axis[axis].append(s)
+                # A gathered subscript is compared with the extent that it must stay below.
+                uses.dims |= s.symbols if isinstance(s, Poly) else kernel.tensor(tensor).shape[axis].symbols
+        for s in kernel.body:
+            for e in ir.walk(s.value):
+                if isinstance(e, ir.IndexValue):
+                    uses.dims |= e.index.symbols
+                elif isinstance(e, ir.Scalar):
+                    uses.scalars.add(e.name)
+        return uses
+
+
+def _accesses(kernel: ir.Kernel) -> Iterator[tuple[str, tuple[Poly | ir.Expr, ...]]]:
+    for s in kernel.body:
+        for e in ir.walk(s.value):
+            if isinstance(e, ir.Load):
+                yield e.tensor, e.at
+        if not isinstance(s, ir.Let):
+            yield s.tensor, s.at

@@ -1,0 +1,229 @@
+"""Default schedules: how is this kernel spread over the machine unless someone says otherwise?
+
+Reads sizes off the kernel in normal form and looks the rest up in `kgen.codegen.ladders`. A tile that
+would not fit a program's registers is taken in chunks along its longest axis that may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from kgen.codegen import ladders
+from kgen.codegen.layout import (
+    Layout,
+    accesses,
+    ceil_power,
+    floor_power,
+    held,
+    layout,
+    vector_axis,
+    vector_limit,
+)
+from kgen.codegen.phases import phases, refs, statement_axes
+from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+
+
+def choose(
+    kernel: ir.Kernel, variant: Variant, backend: str, *, num_sms: int = 132, rows_hint: int | None = None
+) -> Schedule:
+    """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`).
+
+    `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
+    """
+    if backend == "triton":
+        schedule = _triton_row(kernel) if kernel.tiles else _triton_flat()
+        least = 1
+    else:
+        schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant)
+        least = 32 // max(1, schedule.threads // schedule.rows)
+    if kernel.tiles and rows_hint is not None:
+        return _spread(schedule, backend, rows_hint, num_sms, least)
+    return schedule
+
+
+def _spread(schedule: Schedule, backend: str, rows: int, num_sms: int, least: int) -> Schedule:
+    """Fewer rows a program while there are multiprocessors without one, at least `least` (a warp's worth)."""
+    while schedule.rows > max(1, least) and -(-rows // schedule.rows) < num_sms:
+        threads = schedule.threads // 2 if backend == "cuda" else schedule.threads
+        schedule = replace(schedule, rows=schedule.rows // 2, threads=threads)
+    return schedule
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+def _cuda_flat(kernel: ir.Kernel, variant: Variant) -> Schedule:
+    vector = vector_limit(kernel, variant, kernel.parallel[-1].name) if kernel.parallel else 1
+    loaded = {a.tensor.name: a.tensor.dtype.itemsize for a in accesses(kernel) if a.tensor.role != "out"}
+    slots = ladders.FLAT_SLOTS[vector * sum(loaded.values())]
+    threads = ladders.FLAT_THREADS
+    return Schedule(threads, threads * vector * slots, vector, name="flat")
+
+
+def _cuda_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
+    axis = vector_axis(kernel, variant)
+    vector = vector_limit(kernel, variant, axis) if axis is not None else 1
+    threads = ladders.ROW_THREADS[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
+    while True:
+        schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row"))
+        if _fits(kernel, variant, schedule):
+            return schedule
+        if threads == 1024 or schedule.rows > 1:
+            break
+        threads *= 2
+    for looped in _looped(kernel, variant, vector):
+        if _fits(kernel, variant, looped):
+            return looped
+        schedule = looped
+    return schedule  # nothing fits: the last is the smallest
+
+
+def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule:
+    """No more threads a row than it can use, and several rows where that leaves less than `SHORT_ROW_THREADS`."""
+    extents = held(kernel, schedule)
+    lay = layout(kernel, variant, schedule)
+    used = prod(
+        max(ceil_power(-(-extents[a.name] // a.vector)) for a in lay.axes if a.digit == d)
+        for d in range(len(lay.digits) - 1)
+    )
+    a_row = min(schedule.threads, used)
+    rows = max(1, ladders.SHORT_ROW_THREADS // a_row)
+    return replace(schedule, threads=a_row * rows, rows=rows)
+
+
+def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedule]:
+    """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
+    whole = held(kernel, Schedule(32, 1))
+    threads = ladders.LOOP_THREADS[row_bytes(kernel, whole)]
+    chunks: dict[str, int] = {}
+    for axis in sorted(whole, key=lambda a: -whole[a]):
+        grain = vector_limit(kernel, variant, axis)
+        beside = _beside(kernel, axis, {**whole, **chunks})
+        fitting: int | None = None
+        for slots in (ladders.LOOP_SLOTS >> i for i in range(ladders.LOOP_SLOTS.bit_length())):
+            chunk = max(grain, floor_power(max(1, threads * vector * slots // beside)))
+            trial = {**chunks, axis: chunk}
+            if chunk >= whole[axis] or not _legal(kernel, trial):
+                continue
+            fitting = chunk
+            yield Schedule(threads, 1, vector, _ordered(kernel, trial), "looped")
+        if fitting is not None:
+            chunks[axis] = fitting
+
+
+def _ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((a.name, chunks[a.name]) for a in kernel.tiles if a.name in chunks)
+
+
+def _beside(kernel: ir.Kernel, axis: str, extents: dict[str, int]) -> int:
+    """The most elements that stand beside one element of `axis` in a statement."""
+    return max(
+        (
+            prod(e for a, e in extents.items() if a in axes and a != axis)
+            for axes in map(statement_axes, kernel.body)
+            if axis in axes
+        ),
+        default=1,
+    )
+
+
+def _legal(kernel: ir.Kernel, chunks: dict[str, int]) -> bool:
+    try:
+        phases(kernel, Schedule(32, 1, chunks=_ordered(kernel, chunks)))
+    except ScheduleError:
+        return False
+    return True
+
+
+def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
+    """Bytes of the tensor that has most in one row: of all its distinct accesses, for `extents` of the tile axes."""
+    found: dict[str, dict[object, int]] = {}
+    for access in accesses(kernel):
+        size = prod(e for a, e in extents.items() if a in access.axes) * access.tensor.dtype.itemsize
+        found.setdefault(access.tensor.name, {})[str(access.at)] = size
+    return max(sum(sizes.values()) for sizes in found.values())
+
+
+# ---- registers -----------------------------------------------------------------------------------------------------
+
+
+def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
+    steps = phases(kernel, schedule)
+    budget = ladders.ROW_REGISTERS[schedule.threads]
+    return tile_registers(kernel, steps, layout(kernel, variant, schedule)) <= budget
+
+
+def tile_registers(kernel: ir.Kernel, steps: tuple[Step, ...], lay: Layout) -> int:
+    """About how many 32-bit registers a thread fills with tiles at the worst point.
+
+    A load counts as it lies in memory, packed; a value that is used once is taken to be computed where it is used.
+    """
+    used: dict[str, int] = {}
+    for s in kernel.body:
+        for name in refs(s.value):
+            used[name] = used.get(name, 0) + 1
+    # A name computed in several passes is a value of its own in each.
+    where: dict[str, int] = {}
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    size: dict[tuple[str, int], int] = {}
+    at = 0
+    for i, step in enumerate(steps):
+        for s in step.body:
+            for name in refs(s.value):
+                last[(name, where[name])] = at
+            if isinstance(s, ir.Let):
+                key = (s.name, i)
+                where[s.name], first[key], last[key] = i, at, at
+                size[key] = _registers(kernel, s, lay, used.get(s.name, 0))
+            at += 1
+        if isinstance(step, Loop):
+            # Accumulators are carried through the whole pass.
+            for s in step.body:
+                if isinstance(s, ir.Let) and step.axis not in s.value.axes:
+                    last[(s.name, i)] = max(last[(s.name, i)], at)
+    return max(
+        (sum(size[k] for k in size if first[k] <= point <= last[k]) for point in range(at)),
+        default=0,
+    )
+
+
+def _registers(kernel: ir.Kernel, s: ir.Let, lay: Layout, uses: int) -> int:
+    elements = lay.elements(s.value.axes)
+    if isinstance(s.value, ir.Load):
+        return -(-elements * kernel.tensor(s.value.tensor).dtype.itemsize // 4)
+    if uses == 1 and not isinstance(s.value, ir.Reduce):
+        return 0
+    return elements * max(1, s.value.dtype.bits // 32)
+
+
+# ---- Triton --------------------------------------------------------------------------------------------------------
+
+
+def _triton_flat() -> Schedule:
+    return Schedule(32 * ladders.TRITON_FLAT_WARPS, ladders.TRITON_FLAT_ROWS, name="flat")
+
+
+def _triton_row(kernel: ir.Kernel) -> Schedule:
+    whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
+    chunks: dict[str, int] = {}
+    for axis in sorted(whole, key=lambda a: -whole[a]):
+        block = _block(kernel, {**whole, **chunks})
+        if block <= ladders.TRITON_WHOLE:
+            break
+        chunk = max(1, ladders.TRITON_CHUNK // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
+        if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
+            chunks[axis] = chunk
+    block = _block(kernel, {**whole, **chunks})
+    rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
+    warps = ladders.TRITON_WARPS[block * rows]
+    return Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name="looped" if chunks else "row")
+
+
+def _block(kernel: ir.Kernel, extents: dict[str, int]) -> int:
+    """Elements of the largest block of one row."""
+    return max(prod(e for a, e in extents.items() if a in axes) for axes in map(statement_axes, kernel.body))

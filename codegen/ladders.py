@@ -1,0 +1,57 @@
+"""Default schedules as data: `(limit, value)` ladders, each with the measurement that set it.
+
+A ladder gives the value of the first rung whose limit is not exceeded. Figures are medians on one H200 in bf16, as a
+share of the time of a copy of the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INF = 1 << 62
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Rungs in rising order of limit; the last limit is `INF`."""
+
+    rungs: tuple[tuple[int, int], ...]
+
+    def __getitem__(self, key: int) -> int:
+        """The value of the first rung with `key <= limit`."""
+        return next(value for limit, value in self.rungs if key <= limit)
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+# Flat kernels: threads a program. 8192 x 14336 with two inputs runs at the speed of a copy with 256.
+FLAT_THREADS = 256
+# Vectors a thread takes by bytes that it loads in one: 16 bytes in flight a thread do not cover the latency of memory
+# (29 KB a multiprocessor are needed, 2048 threads of 16 bytes are 32 KB), so a single narrow input takes two.
+FLAT_SLOTS = Ladder(((16, 2), (INF, 1)))
+
+# Row kernels: threads a row by bytes of the widest row. 16384x1024 to 4096x16384 run at 97-99 % with these; one warp a
+# row at 8 KB did not pay.
+ROW_THREADS = Ladder(((2 << 10, 32), (8 << 10, 128), (16 << 10, 256), (32 << 10, 512), (INF, 1024)))
+# Threads a program where rows are so short that several share one: 4 warps, a row each or less.
+SHORT_ROW_THREADS = 128
+# Registers a thread may fill with tiles, by threads a program. At 1024 threads eight 16-byte vectors (32 registers)
+# live together and 16 spill; the largest rung keeps two programs of 256 threads on a multiprocessor.
+ROW_REGISTERS = Ladder(((256, 128), (512, 96), (INF, 36)))
+
+# Looped kernels: threads by bytes of the row. 8192x32000: 512 threads 0.297 ms, 1024 0.52 ms; 4096x128256: 1024.
+LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
+# Vectors a thread takes of each chunk, fewer where they would not fit the registers.
+LOOP_SLOTS = 4
+
+# ---- Triton --------------------------------------------------------------------------------------------------------
+
+# Elements of one program's block: warps to hold them, and the largest block that is held whole. Beyond 32K columns
+# three passes in chunks (52-64 % of a copy) beat one block.
+TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
+TRITON_WHOLE = 32 << 10
+TRITON_CHUNK = 8 << 10
+# Short rows are packed until a program has about this many elements; a flat kernel takes 8 a thread of 4 warps.
+TRITON_SHORT_ROWS = 2 << 10
+TRITON_FLAT_ROWS = 1 << 10
+TRITON_FLAT_WARPS = 4

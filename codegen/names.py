@@ -1,0 +1,45 @@
+"""Names: how is a user's name spelled in a backend's language, such that no two names meet?
+
+A name stays as it is unless the backend reserves it, it starts with two underscores, or it ends in one: a trailing
+underscore is the mark of a changed name (`int` becomes `int_`). The generator's own temporaries come from `fresh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Names:
+    """An injective map from the names of one kernel to identifiers of a backend; the same for the same set of names."""
+
+    def __init__(self, user: Iterable[str], reserved: frozenset[str]) -> None:
+        """`user`: every name of the kernel. `reserved`: keywords, macros, intrinsics and helpers of the backend."""
+        names = frozenset(user)
+        self._reserved = reserved
+        self._spelling = {n: n for n in names if self._plain(n)}
+        self._taken = set(self._spelling)
+        for name in sorted(names - self._taken):
+            self._spelling[name] = self._take(f"{name.strip('_') or 'v'}_", numbered="{}{}_")
+        # A temporary must not look like a user's name that was changed.
+        self._taken |= names
+
+    def __getitem__(self, name: str) -> str:
+        """The identifier of `name`. Raises KeyError for a name that was not among the user's."""
+        return self._spelling[name]
+
+    def fresh(self, hint: str) -> str:
+        """A new identifier for a temporary: `hint`, or `hint_2`, `hint_3`, ... where that is taken."""
+        return self._take(hint, numbered="{}_{}")
+
+    def _plain(self, name: str) -> bool:
+        return name not in self._reserved and not name.startswith("__") and not name.endswith("_")
+
+    def _take(self, wish: str, numbered: str) -> str:
+        if wish[0].isdigit():
+            wish = f"v{wish}"
+        candidate, n = wish, 1
+        while candidate in self._taken or candidate in self._reserved:
+            n += 1
+            candidate = numbered.format(wish, n)
+        self._taken.add(candidate)
+        return candidate
