@@ -32,8 +32,8 @@ class Diagnostic:
         span = self.span
         gutter = " " * len(str(span.line))
         line = span.source.line(span.line)
-        # Tabs are shown as one space each so that the caret stays under its column.
-        shown = line.replace("\t", " ")
+        # Tabs and unprintable characters are shown one wide so that the caret stays under its column.
+        shown = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in line)
         start = span.column - 1
         stop = span.end_column - 1 if span.end_line == span.line else len(shown)
         caret = " " * start + "^" * max(1, stop - start)

@@ -37,9 +37,7 @@ _CLOSER = {"LPAR": "RPAR", "LSQB": "RSQB"}
 _DIGITS = r"[0-9](?:_?[0-9])*"
 _INT = re.compile(r"[1-9](?:_?[0-9])*|0(?:_?0)*")
 _HEX = re.compile(r"0[xX](?:_?[0-9a-fA-F])+")
-_FLOAT = re.compile(
-    rf"(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?|{_DIGITS}[eE][+-]?{_DIGITS}"
-)
+_FLOAT = re.compile(rf"(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?|{_DIGITS}[eE][+-]?{_DIGITS}")
 
 
 class KeepErrorTokens(PostLex):
@@ -128,6 +126,8 @@ class _Layout:
         self.comments: list[Token] = []
         self.brackets: list[Token] = []
         self.bad = False
+        # Inside an `op` item, which is refused as a whole.
+        self.muted = False
         self.unknown_names: set[str] = set()
         self.margins: list[tuple[int, int]] = []
 
@@ -145,6 +145,8 @@ class _Layout:
                 continue
             if at_start and self.brackets:
                 self.check_unclosed(token)
+            if at_start and not self.tokens and token.column == 1:
+                self.muted = kind == "OP"
             at_start = False
             self.check(token)
             self.tokens.append(token)
@@ -157,19 +159,21 @@ class _Layout:
 
     def error(self, code: str, message: str, token: Token, *, label: str = "", help: str = "") -> None:
         self.bad = True
-        self.diagnostics.error(code, message, token_span(self.source, token), label=label, help=help)
+        if not self.muted:
+            self.diagnostics.error(code, message, token_span(self.source, token), label=label, help=help)
 
     def close(self, newline: Token) -> None:
         first = self.tokens[0]
         prefix = self.source.line(first.line or 1)[: (first.column or 1) - 1]
         wide, narrow = indent_width(prefix)
-        self.check_tabs(wide, narrow, first)
+        wide = self.check_tabs(wide, narrow, first)
         end = Token("NEWLINE", "\n", newline.start_pos, newline.line, newline.column)
         end.end_line, end.end_column = newline.line, (newline.column or 1) + 1
         self.lines.append(Line(self.tokens, wide, end, self.bad, self.comments))
         self.tokens, self.comments, self.brackets, self.bad = [], [], [], False
 
-    def check_tabs(self, wide: int, narrow: int, first: Token) -> None:
+    def check_tabs(self, wide: int, narrow: int, first: Token) -> int:
+        """The line's indentation: `wide`, or that of the line above where the two cannot be compared."""
         while self.margins and self.margins[-1][0] > wide:
             self.margins.pop()
         if self.margins:
@@ -183,8 +187,12 @@ class _Layout:
                     help="indent every line with four spaces",
                 )
                 self.bad = False
+                opens = bool(self.lines) and self.lines[-1].tokens[-1].type == "COLON"
+                if not (opens and wide > last_wide):
+                    return last_wide
         if not self.margins or wide > self.margins[-1][0]:
             self.margins.append((wide, narrow))
+        return wide
 
     # ---- brackets
 
@@ -195,9 +203,7 @@ class _Layout:
         start = indent_width(self.source.line(first.line or 1)[: (first.column or 1) - 1])[0]
         dedented = indent_width(prefix)[0] <= start
         last = self.tokens[-1].type
-        if token.type in LINE_STARTS or (
-            dedented and last in _OPERAND_ENDS and token.type in _OPERAND_STARTS
-        ):
+        if token.type in LINE_STARTS or (dedented and last in _OPERAND_ENDS and token.type in _OPERAND_STARTS):
             self.report_unclosed()
             previous = self.tokens[-1]
             self.close(Token("NEWLINE", "\n", previous.end_pos, previous.end_line, previous.end_column))
@@ -219,9 +225,7 @@ class _Layout:
                 )
         elif not self.brackets:
             if not self.bad:
-                self.error(
-                    "K0106", f"'{token}' closes nothing", token, help="remove it, or add the opening bracket"
-                )
+                self.error("K0106", f"'{token}' closes nothing", token, help="remove it, or add the opening bracket")
             self.bad = True
         elif _CLOSER[self.brackets[-1].type] != token.type:
             opener = self.brackets.pop()
@@ -274,13 +278,9 @@ class _Layout:
         elif isinstance(value, float):
             digits = re.split("[eE]", token.value)[0]
             if math.isinf(value):
-                self.error(
-                    "K0103", f"the number {shown} is too large", token, help="the largest is about 1.8e308"
-                )
+                self.error("K0103", f"the number {shown} is too large", token, help="the largest is about 1.8e308")
             elif value == 0.0 and re.search("[1-9]", digits):
-                self.error(
-                    "K0103", f"the number {shown} is too small", token, help="it rounds to 0.0; write that"
-                )
+                self.error("K0103", f"the number {shown} is too small", token, help="it rounds to 0.0; write that")
         elif value > MAX_INT and not (value == MAX_INT + 1 and self.after_minus()):
             self.error(
                 "K0103",
@@ -302,15 +302,11 @@ class _Layout:
         if token.type == "BAD_TEXT":
             self.report_text(token)
         elif token.type == "BAD_OPERATOR":
-            self.error(
-                "K0101", f"'{token}' is not an operator of this language", token, help=_operator_help(token)
-            )
+            self.error("K0101", f"'{token}' is not an operator of this language", token, help=_operator_help(token))
         else:
             char = token.value
             name = unicodedata.name(char, "a control character")
-            shown = (
-                f"'{char}'" if char.isprintable() and not char.isspace() else f"U+{ord(char):04X} ({name})"
-            )
+            shown = f"'{char}'" if char.isprintable() and not char.isspace() else f"U+{ord(char):04X} ({name})"
             self.error("K0101", f"unexpected character {shown}", token, help=_character_help(char))
 
     def report_text(self, token: Token) -> None:
@@ -320,9 +316,7 @@ class _Layout:
             span = token_span(self.source, token)
             span = Span(self.source, span.line, span.column, span.line, span.column + end)
             self.bad = True
-            self.diagnostics.error(
-                "K0105", "this docstring is never closed", span, help='end it with """'
-            )  # fmt: skip
+            self.diagnostics.error("K0105", "this docstring is never closed", span, help='end it with """')
         else:
             self.error(
                 "K0105",

@@ -24,8 +24,7 @@ from kgen.dsl.tree import TreeBuilder
 MAX_BLOCKS = 50
 MAX_ERRORS = 100
 
-_BLOCK_OPENERS = {"KERNEL", "IF", "ELIF", "ELSE", "FOR"}
-_ITEM_STARTS = {"KERNEL", "FN", "FROM", "STRING"}
+_ITEM_STARTS = {"KERNEL", "FN", "FROM"}
 
 # One parser and one tree builder per process; a parse holds the lock because the builder knows the file it works on.
 _lock = threading.Lock()
@@ -77,9 +76,7 @@ def _parser() -> tuple[Lark, TreeBuilder]:
 class _Driver:
     """Feeds lines to the parser and keeps the indentation."""
 
-    def __init__(
-        self, lark: Lark, builder: TreeBuilder, source: SourceFile, diagnostics: Diagnostics
-    ) -> None:
+    def __init__(self, lark: Lark, builder: TreeBuilder, source: SourceFile, diagnostics: Diagnostics) -> None:
         self.source = source
         self.diagnostics = diagnostics
         self.builder = builder
@@ -135,6 +132,8 @@ class _Driver:
             self.virtual.append(True)
             return True
         while line.indent < self.margins[-1] and len(self.margins) > 1:
+            if line.indent > self.margins[-2] and line.tokens[0].type not in _ITEM_STARTS:
+                break  # between two blocks: taken to belong to the inner one
             self.dedent()
         if line.indent != self.margins[-1]:
             self.diagnostics.error(
@@ -195,6 +194,7 @@ class _Driver:
         """Feed one line; True if what is indented under it must be left out."""
         at_top = len(self.margins) == 1
         self.previous = line
+        self.builder.depth.clear()
         if not line.bad:
             saved = self.parser.copy(deepcopy_values=False)
             mistakes = len(self.diagnostics.items)

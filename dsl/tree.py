@@ -57,7 +57,7 @@ class TreeBuilder(Transformer):
         """Start on a new file."""
         self.source = source
         self.diagnostics = diagnostics
-        # The node is kept beside its depth so that its id stays its own.
+        # Depth of the expressions of the current line. Each is kept beside its depth so that its id stays its own.
         self.depth: dict[int, tuple[Any, int]] = {}
         self.spoilt: set[int] = set()
 
