@@ -177,7 +177,7 @@ class Poly:
             return self
         if self.is_constant and den.is_constant and den.constant:
             return Poly.const(self.constant // den.constant)
-        whole, rest = self._split(den)
+        whole, rest = self.divide_terms(den)
         if not rest.terms:
             return whole
         if rest.is_constant and den.is_constant and den.constant:
@@ -189,15 +189,18 @@ class Poly:
         den = _poly(den)
         if den == Poly.const(1):
             return Poly.const(0)
-        _, rest = self._split(den)
+        _, rest = self.divide_terms(den)
         if not rest.terms:
             return rest
         if rest.is_constant and den.is_constant and den.constant:
             return Poly.const(rest.constant % den.constant)
         return Poly((((Mod(rest, den),), 1),))
 
-    def _split(self, den: Poly) -> tuple[Poly, Poly]:
-        """(q, r) with self == q*den + r, taking into q each term that is a multiple of the single-term `den`."""
+    def divide_terms(self, den: Poly) -> tuple[Poly, Poly]:
+        """(q, r) with self == q*den + r, taking into q each term that is a multiple of the single-term `den`.
+
+        Where `den` is 0 or has several terms, q is 0.
+        """
         if len(den.terms) != 1 or (den.is_constant and den.constant == 0):
             return Poly.const(0), self
         den_mono, den_c = den.terms[0]
@@ -224,8 +227,8 @@ class Poly:
         for mono, c in self.terms:
             sign, mag = ("-" if c < 0 else "+"), abs(c)
             # A floor division or modulo is parenthesised unless it stands alone: `a * (b // c)`.
-            lone = len(mono) == 1 and mag == 1
-            factors = [str(a) if isinstance(a, Sym) or (lone and len(self.terms) == 1) else f"({a})" for a in mono]
+            lone = len(self.terms) == 1 and len(mono) == 1 and c == 1
+            factors = [str(a) if isinstance(a, Sym) or lone else f"({a})" for a in mono]
             body = "*".join(([str(mag)] if mag != 1 or not mono else []) + factors)
             out += (f"-{body}" if sign == "-" else body) if not out else f" {sign} {body}"
         return out
