@@ -1,7 +1,8 @@
 """Layout: which thread of a CUDA program holds which element of a tile?
 
-The thread index is read as a number whose *digits* have power-of-two thread counts, fastest first. Each axis is spread
-along one digit; axes that never meet in a statement share a digit. Along an axis, lane `l` of slot `s` of a thread is element
+The thread index is read as a number whose *digits* have power-of-two thread counts, fastest first. Each axis is
+spread along one digit; axes that never meet in a statement share a digit. Along an axis, lane `l` of slot `s` of a
+thread is element
 
     (s * threads + digit) * vector + l        of the tile, or of the current chunk of a looped axis,
 

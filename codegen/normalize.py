@@ -1,9 +1,10 @@
 """Normal form: what are the values of this kernel, each computed once, and in which order?
 
 Binds the dimensions that the variant knows, numbers values so that equal ones (spelled alike or through other names)
-are one, gives every load, every reduction and every shared subexpression a `Let` of its own, and puts
-affine loads first so that all are in flight before arithmetic starts. A gather follows what its subscript needs.
-The result is an ordinary kernel, and the normal form of a normal form is itself.
+are one, gives every load, every reduction and every shared subexpression a `Let` of its own, and puts affine loads
+first so that all are in flight before arithmetic starts. A gather follows what its subscript needs. Tile axes of
+extent 0 disappear with the statements along them; a reduction over one is its identity. The result is an ordinary
+kernel, and the normal form of a normal form is itself.
 
 It trusts the invariants of `kgen.dsl.ir`. As no `inout` tensor is loaded after a store to it in program order, all
 loads see the memory the kernel was given, and equal loads are equal values.
@@ -11,13 +12,14 @@ loads see the memory the kernel was given, and equal loads are equal values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.dtypes import I64
+from kgen.dsl.dtypes import I64, DType
 from kgen.dsl.source import Span
 
 _EXACT_F32 = 1 << 24  # whole numbers up to here convert to f32 without rounding
@@ -32,12 +34,18 @@ def required_dims(kernel: ir.Kernel) -> tuple[str, ...]:
 def normalize(kernel: ir.Kernel, variant: Variant) -> ir.Kernel:
     """`kernel` in normal form (see `kgen.codegen.schedule.Scheduled`) with the variant's dimensions bound."""
     bound = {name: value for name, value in variant.dims if name in kernel.dims}
-    values = _Values(bound)
-    statements = [_number(values, s) for s in kernel.body]
-    return replace(_bind(kernel, bound, variant), body=_Writer(kernel, values, statements).body())
+    empty = frozenset(a.name for a in kernel.tiles if a.extent.substitute(bound) == Poly.const(0))
+    values = _Values(bound, empty)
+    body = [s for s in kernel.body if isinstance(s, ir.Let) or not empty & _target_axes(s)]
+    statements = [_number(values, s) for s in body]
+    return replace(_bind(kernel, bound, empty, variant), body=_Writer(kernel, values, statements).body())
 
 
-def _bind(kernel: ir.Kernel, bound: Mapping[str, int], variant: Variant) -> ir.Kernel:
+def _target_axes(s: ir.Store | ir.Accumulate) -> frozenset[str]:
+    return frozenset[str]().union(*(p.symbols for p in s.at))
+
+
+def _bind(kernel: ir.Kernel, bound: Mapping[str, int], empty: frozenset[str], variant: Variant) -> ir.Kernel:
     """The declarations of `kernel` with `bound` substituted.
 
     A starred dimension of star rank > 1 stays symbolic in the shapes: its name is the key to the sizes of its parts.
@@ -57,7 +65,7 @@ def _bind(kernel: ir.Kernel, bound: Mapping[str, int], variant: Variant) -> ir.K
         kernel,
         dims=tuple(d for d in kernel.dims if d not in bound or d in kept),
         tensors=tensors,
-        axes=tuple(replace(a, extent=a.extent.substitute(bound)) for a in kernel.axes),
+        axes=tuple(replace(a, extent=a.extent.substitute(bound)) for a in kernel.axes if a.name not in empty),
         requires=tuple(r for r in requires if not (r.left.is_constant and r.right.is_constant)),
     )
 
@@ -79,11 +87,12 @@ def _trivial(e: ir.Expr) -> bool:
 class _Values:
     """Values by number. `kids[v]` are the operands of `exprs[v]`, in the order of `ir.children`.
 
-    A `Ref` in `exprs` stands for a user's name of a trivial value (`c = 2.0`): it is a value of its own, so that the name
-    stays where the user put it and does not spread to every other 2.0; its operand is the trivial value.
+    A `Ref` in `exprs` stands for a user's name of a trivial value (`c = 2.0`): it is a value of its own, so that the
+    name stays where the user put it and does not spread to every other 2.0; its operand is the trivial value.
     """
 
     bound: Mapping[str, int]
+    empty: frozenset[str]  # tile axes of extent 0
     exprs: list[ir.Expr] = field(default_factory=list)
     kids: list[tuple[int, ...]] = field(default_factory=list)
     numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -100,7 +109,7 @@ class _Values:
             v = self.lets[e.name]
         else:
             kids = tuple(self.number(c) for c in ir.children(e))
-            v = self._intern(self._bind(e, kids), kids)
+            v = self._intern(self._settle(e, kids), kids)
         self.memo[id(e)] = v
         return v
 
@@ -115,16 +124,20 @@ class _Values:
             self.names[v], self.spans[v] = s.name, s.span
         return v
 
-    def _bind(self, e: ir.Expr, kids: tuple[int, ...]) -> ir.Expr:
-        if isinstance(e, ir.IndexValue):
-            index = e.index.substitute(self.bound)
-            return ir.Const(index.constant, I64, e.span) if index.is_constant else replace(e, index=index)
-        if isinstance(e, ir.Load):
-            return replace(e, at=tuple(s.substitute(self.bound) if isinstance(s, Poly) else s for s in e.at))
-        if isinstance(e, ir.Cast) and e.dtype.kind == "float" and e.to == e.dtype:
-            arg = self.exprs[kids[0]]
-            if isinstance(arg, ir.Const) and arg.dtype.kind == "int" and abs(arg.value) <= _EXACT_F32:
-                return ir.Const(float(arg.value), e.dtype, e.span)
+    def _settle(self, e: ir.Expr, kids: tuple[int, ...]) -> ir.Expr:
+        """`e` with the bound dimensions in it, a literal where that makes it one."""
+        match e:
+            case ir.IndexValue():
+                index = e.index.substitute(self.bound)
+                return ir.Const(index.constant, I64, e.span) if index.is_constant else replace(e, index=index)
+            case ir.Load():
+                return replace(e, at=tuple(s.substitute(self.bound) if isinstance(s, Poly) else s for s in e.at))
+            case ir.Cast() if e.dtype.kind == "float" and e.to == e.dtype:
+                arg = self.exprs[kids[0]]
+                if isinstance(arg, ir.Const) and arg.dtype.kind == "int" and abs(arg.value) <= _EXACT_F32:
+                    return ir.Const(float(arg.value), e.dtype, e.span)
+            case ir.Reduce() if self.empty.intersection(e.over):
+                return ir.Const(_identity(e.kind, e.dtype), e.dtype, e.span)
         return e
 
     def _intern(self, e: ir.Expr, kids: tuple[int, ...]) -> int:
@@ -136,6 +149,19 @@ class _Values:
             self.exprs.append(e)
             self.kids.append(kids)
         return self.numbers[key]
+
+
+def _identity(kind: str, dtype: DType) -> float | int | bool:
+    """What a reduction over nothing gives; position 0 for argmax and argmin, which have none."""
+    if kind in ("any", "all"):
+        return kind == "all"
+    if kind in ("max", "min") and dtype.kind == "float":
+        return -math.inf if kind == "max" else math.inf
+    if kind in ("max", "min"):
+        low, high = (-(1 << dtype.bits - 1), (1 << dtype.bits - 1) - 1) if dtype.signed else (0, (1 << dtype.bits) - 1)
+        return low if kind == "max" else high
+    one = 1 if kind == "prod" else 0
+    return float(one) if dtype.kind == "float" else one
 
 
 def _attributes(e: ir.Expr) -> tuple[object, ...]:

@@ -13,7 +13,8 @@ from kgen.dsl.affine import Poly
 def barriers(kernel: ir.Kernel, digits: Mapping[str, int]) -> frozenset[str]:
     """The `inout` tensors of `kernel`, in normal form, that need a barrier between their last load and first store.
 
-    `digits` says along which thread digit each tile axis is spread (`kgen.codegen.layout.digits`). None is needed for a store that each thread makes of exactly the elements that it has loaded itself.
+    `digits` says along which thread digit each tile axis is spread (`kgen.codegen.layout.digits`). None is needed for
+    a store that each thread makes of exactly the elements that it has loaded itself.
     """
     return frozenset(
         t.name
@@ -60,7 +61,7 @@ def _range(kernel: ir.Kernel, p: Poly) -> tuple[int, int] | None:
 
 
 def _depends(kernel: ir.Kernel, store: ir.Store | ir.Accumulate, name: str) -> bool:
-    """Whether the value that `store` writes is made from `name`: then it cannot come first, however threads are laid."""
+    """Whether the value that `store` writes is made from `name`: then it comes after it, however threads are laid."""
     lets = {s.name: s for s in kernel.body if isinstance(s, ir.Let)}
     stack, seen = [*refs(store.value)], set[str]()
     while stack:

@@ -1,7 +1,7 @@
 """Phases: which statements run once, which in a pass over the chunks of an axis, and in which order?
 
-The *level* of a value is the number of reductions over looped axes that must be finished, one after the other, before it
-can be computed. At each level stand the statements that run once, then one pass a looped axis. Values along a looped
+The *level* of a value is the number of reductions over looped axes that must be finished, one after the other, before
+it can be computed. At each level stand the statements that run once, then one pass a looped axis. Values along a looped
 axis are computed again in every pass that needs them; whatever a pass needs of the others is finished before it.
 
 Does not choose what is looped (`kgen.codegen.choose`); refuses what cannot be.
