@@ -29,5 +29,5 @@ setup(
     # The default, True, leaves package_data out of the source distribution.
     include_package_data=False,
     # For every package; "**" also reaches folders that hold only data, such as templates/cuda/.
-    package_data={"": ["py.typed", "**/*.lark", "**/*.kdsl", "**/*.j2", "**/*.hpp", "**/*.json"]},
+    package_data={"": ["py.typed", "**/*.lark", "**/*.kdsl", "**/*.j2", "**/*.hpp", "**/*.cpp", "**/*.json"]},
 )

@@ -1,0 +1,37 @@
+// The CUDA language on a CPU: the header that takes the place of kgen's device primitives.
+//
+// A generated kernel is one text. On a GPU, NVRTC compiles `device primitives + helpers + kernel`; on a CPU, g++ compiles
+// `this header + helpers + kernel`, so what runs is the same helpers and the same kernel, letter for letter.
+//
+// CONTRACT with the device primitives. Whatever they define, this header defines with the same name and meaning:
+//
+//   float          cvt_f32_f16(unsigned short bits)         binary16 to binary32, exact
+//   unsigned short cvt_f16_f32(float x)                     binary32 to binary16, round to nearest even, NaN is 0x7fff
+//   unsigned short cvt_bf16_f32(float x)                    binary32 to bfloat16, round to nearest even, NaN is 0x7fff
+//   unsigned short cvt_f16_f64(double x)                    binary64 to binary16, rounded once, NaN is 0x7fff
+//   unsigned short cvt_bf16_f64(double x)                   binary64 to bfloat16, rounded once, NaN is 0x7fff
+//   unsigned       cvt_f16x2_f32(float hi, float lo)        two binary16, `hi` in the upper 16 bits
+//   unsigned       cvt_bf16x2_f32(float hi, float lo)       two bfloat16, `hi` in the upper 16 bits
+//   float          exp2_approx(float x)                     2**x; on the device ex2.approx, here exp2f
+//
+// Beside them it defines what CUDA C++ has without an include, as far as generated code uses it:
+//   language      kgen_host_language.hpp   qualifiers, vector types, threadIdx and its like, bit casts, bit counts
+//   arithmetic    kgen_host_math.hpp       float and double functions, rounding intrinsics, min/max/abs, conversions
+//   co-operation  kgen_host_threads.hpp    barriers, shuffles, votes, atomics, fences, cached loads, __trap
+//   primitives    kgen_host_convert.hpp    the contract above
+//   launching     kgen_host_kernel.hpp     KGEN_HOST_KERNEL: how the runtime calls a kernel without parsing its text
+//
+// No standard header is included: the compile time of a kernel is the time of its own text. What needs one (threads, memory
+// mapping, signals) is in kgen_host_runtime.cpp, which is compiled once.
+//
+// Not simulated: the device's weak memory order (a missing __threadfence is not found), races between two barriers other
+// than by running the threads in another order, clusters, asynchronous copies, tensor cores, textures, and spinning on
+// another thread's store (blocks and threads run one after another: a spin lock or a grid barrier never returns).
+#pragma once
+
+#include "kgen_host_language.hpp"
+#include "kgen_host_abi.hpp"
+#include "kgen_host_math.hpp"
+#include "kgen_host_threads.hpp"
+#include "kgen_host_convert.hpp"
+#include "kgen_host_kernel.hpp"

@@ -1,0 +1,121 @@
+// A block: its threads as fibres, who of them may run, and what they wait for. Part of the runtime; a kernel does not include it.
+//
+// A fibre runs until it waits at a barrier or a collective, or leaves the kernel; then the next one that may run is switched to
+// directly. The one that completes a barrier or a collective goes on at once. When nobody may run and somebody waits, the kernel
+// is in error, and the message says who waits where: a divergent barrier is a sentence, not a hang.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kgen_host_abi.hpp"
+#include "kgen_host_fibre.hpp"
+
+namespace kgen_host {
+
+constexpr const char* collective_names[] = {"__syncwarp",     "__shfl_sync",   "__shfl_xor_sync", "__shfl_up_sync",
+                                            "__shfl_down_sync", "__ballot_sync", "__any_sync",      "__all_sync"};
+constexpr const char* barrier_names[] = {"__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count"};
+
+// xorshift64*: small, and the same on every machine.
+class Random {
+public:
+    explicit Random(std::uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull) {
+        if (state_ == 0) state_ = 1;
+        for (int i = 0; i < 4; ++i) below(2);
+    }
+    unsigned below(unsigned limit) {
+        state_ ^= state_ >> 12;
+        state_ ^= state_ << 25;
+        state_ ^= state_ >> 27;
+        const std::uint64_t upper = (state_ * 0x2545f4914f6cdd1dull) >> 32;
+        return static_cast<unsigned>(upper * limit >> 32);
+    }
+
+private:
+    std::uint64_t state_;
+};
+
+struct Site {
+    const char* file = nullptr;
+    int line = 0;
+    std::string text() const { return std::string(file) + ":" + std::to_string(line); }
+};
+
+struct Thread {
+    Fibre fibre;
+    Stack stack;
+    bool started = false;
+    Site waits_at;  // of the barrier or collective it last came to
+};
+
+struct Warp {
+    unsigned present = 0;  // lanes that the block has
+    unsigned ready = 0;    // lanes that may run
+    unsigned exited = 0;   // lanes that left the kernel
+    unsigned waiting = 0;  // lanes at a collective that is not complete
+    Collective collective[32];
+    unsigned mask[32];
+    int source[32];
+    unsigned long long value[32];   // what a lane brings
+    unsigned long long result[32];  // what it takes away
+};
+
+class Block {
+public:
+    Block(const Kernel& kernel, const Launch& launch, void** arguments, StackPool& stacks);
+    ~Block();
+    Block(const Block&) = delete;
+
+    // Runs one block to its end; false if it failed, and then error() says why.
+    bool run(uint3 block_idx, std::uint64_t order_seed);
+    const std::string& error() const { return error_; }
+
+    // Called from the running fibre.
+    int barrier(Barrier kind, int predicate, Site site);
+    unsigned long long collective(Collective kind, unsigned mask, unsigned long long value, int source, Site site);
+    unsigned active_mask() const { return warps_[current_ / 32].present & ~warps_[current_ / 32].exited; }
+    [[noreturn]] void fail(const std::string& message, Site site);
+    bool running() const { return running_; }
+    const Stack& current_stack() const { return threads_[current_].stack; }
+
+private:
+    static void fibre_main();
+    int pick();               // the thread to run next, or -1; it is no longer ready
+    void make_current(int thread);
+    void suspend();           // runs others until the current thread is ready again
+    void leave();             // the current thread has left the kernel
+    void complete(Warp& warp, unsigned mask, int lane);
+    [[noreturn]] void fail_nobody_ready();
+    [[noreturn]] void stop();  // back to run(); every fibre is abandoned
+    std::string where(int thread) const;
+    Stack take_stack();
+
+    const Kernel& kernel_;
+    const Launch& launch_;
+    void** arguments_;
+    StackPool& pool_;
+    std::vector<Thread> threads_;
+    std::vector<uint3> thread_ids_;
+    std::vector<Warp> warps_;
+    std::vector<Stack> stacks_, free_stacks_;  // all that this block took from the pool, and those not in use
+    Fibre main_;
+    Random random_{0};
+    unsigned ready_warps_ = 0;
+    int current_ = 0, alive_ = 0;
+    int arrived_ = 0, exited_ = 0;  // threads at the barrier, threads that left
+    int barrier_value_ = 0, barrier_result_ = 0;
+    Barrier barrier_kind_ = kSyncthreads;
+    Site barrier_site_;
+    Site last_exit_;
+    int last_exited_ = -1;
+    bool running_ = false, failed_ = false;
+    std::string error_;
+};
+
+extern thread_local Block* current_block;
+
+}  // namespace kgen_host

@@ -1,0 +1,54 @@
+// The primitives of the contract in kgen_host.hpp: conversions between the float formats, and exp2_approx.
+#pragma once
+
+#include "kgen_host_math.hpp"
+
+namespace kgen_host {
+
+// binary64 to binary32, rounded to odd: an inexact result has its last bit set. Rounding it once more, to a format with two bits
+// less or fewer, gives what a single rounding from binary64 gives.
+inline float round_to_odd(double x) {
+    const float nearest = (float)x;
+    if ((double)nearest == x || x != x) return nearest;
+    unsigned bits = __float_as_uint(nearest);
+    if (fabs((double)nearest) > fabs(x)) bits -= 1;  // towards zero; from infinity that is the largest finite number
+    return __uint_as_float(bits | 1u);
+}
+
+}  // namespace kgen_host
+
+inline float cvt_f32_f16(unsigned short bits) {
+    const unsigned sign = (unsigned)(bits & 0x8000u) << 16;
+    const unsigned exponent = (bits >> 10) & 31u, fraction = bits & 0x3ffu;
+    if (exponent == 31u) return __uint_as_float(sign | 0x7f800000u | (fraction << 13));
+    if (exponent != 0u) return __uint_as_float(sign | ((exponent + 112u) << 23) | (fraction << 13));
+    const float magnitude = (float)fraction * 0x1p-24f;  // zero or subnormal
+    return __uint_as_float(sign | __float_as_uint(magnitude));
+}
+
+inline unsigned short cvt_f16_f32(float x) {
+    const unsigned bits = __float_as_uint(x), magnitude = bits & 0x7fffffffu;
+    const unsigned sign = (bits >> 16) & 0x8000u;
+    if (magnitude > 0x7f800000u) return 0x7fffu;
+    if (magnitude >= 0x47800000u) return (unsigned short)(sign | 0x7c00u);  // 65536 and above
+    if (magnitude < 0x38800000u) {                                          // below 2**-14: the hardware adder rounds to 2**-24
+        const float shifted = __uint_as_float(magnitude) + 0.5f;
+        return (unsigned short)(sign | (__float_as_uint(shifted) - 0x3f000000u));
+    }
+    const unsigned rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+    return (unsigned short)(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+inline unsigned short cvt_bf16_f32(float x) {
+    const unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline unsigned short cvt_f16_f64(double x) { return cvt_f16_f32(kgen_host::round_to_odd(x)); }
+inline unsigned short cvt_bf16_f64(double x) { return cvt_bf16_f32(kgen_host::round_to_odd(x)); }
+
+inline unsigned cvt_f16x2_f32(float hi, float lo) { return ((unsigned)cvt_f16_f32(hi) << 16) | cvt_f16_f32(lo); }
+inline unsigned cvt_bf16x2_f32(float hi, float lo) { return ((unsigned)cvt_bf16_f32(hi) << 16) | cvt_bf16_f32(lo); }
+
+inline float exp2_approx(float x) { return exp2f(x); }
