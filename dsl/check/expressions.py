@@ -424,7 +424,7 @@ def as_index(e: ir.Expr) -> Poly | None:
 
 def index_value(poly: Poly, scope: Scope, span: Span) -> ir.IndexValue:
     """Index arithmetic as a value."""
-    return ir.IndexValue(poly, I64, poly.symbols & scope.axes.keys(), span)
+    return ir.IndexValue(poly, I64, poly.symbols & frozenset(scope.axes), span)
 
 
 def coerce(e: ir.Expr, dtype: DType) -> ir.Expr:
