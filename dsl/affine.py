@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,10 @@ class Poly:
         return Poly._of(out)
 
     def evaluate(self, env: Mapping[str, int]) -> int:
-        """The value with every name bound by `env`. Raises KeyError for a name that is not, ZeroDivisionError for x // 0."""
+        """The value with every name bound by `env`.
+
+        Raises KeyError for a name that is not bound, ZeroDivisionError for a division by 0.
+        """
         total = 0
         for mono, c in self.terms:
             value = c
@@ -168,33 +172,61 @@ class Poly:
         return Poly._of(out)
 
     def floordiv(self, den: Poly | int) -> Poly:
-        """`self // den`: terms that are exact multiples of `den` leave the division, the rest stays an atom.
+        """`self // den`: terms that are exact multiples of `den` leave the division, common factors cancel, and the
+        rest stays an atom.
 
         A division by the constant 0 is left as an atom: it is an error of evaluation, not of construction.
         """
-        den = _poly(den)
+        whole, rest, den, _, _ = self._reduced(_poly(den))
         if den == Poly.const(1):
-            return self
-        if self.is_constant and den.is_constant and den.constant:
-            return Poly.const(self.constant // den.constant)
-        whole, rest = self.divide_terms(den)
-        if not rest.terms:
+            return whole + rest
+        if not rest.terms and den.terms:
             return whole
         if rest.is_constant and den.is_constant and den.constant:
             return whole + rest.constant // den.constant
+        # (a // b + c) // d is (a + b*c) // (b*d) for d > 0.
+        inner = [mono[0] for mono, c in rest.terms if len(mono) == 1 and c == 1 and isinstance(mono[0], FloorDiv)]
+        if den.is_constant and den.constant > 0 and len(inner) == 1 and inner[0].den.is_constant:
+            atom = inner[0]
+            if rest == Poly((((atom,), 1),)) + rest.constant:
+                return whole + (atom.num + atom.den * rest.constant).floordiv(atom.den * den)
         return whole + Poly((((FloorDiv(rest, den),), 1),))
 
     def mod(self, den: Poly | int) -> Poly:
-        """`self % den`, with exact multiples of `den` dropped."""
-        den = _poly(den)
+        """`self % den`, with exact multiples of `den` dropped and common factors taken out."""
+        _, rest, den, factor, left = self._reduced(_poly(den))
         if den == Poly.const(1):
-            return Poly.const(0)
-        _, rest = self.divide_terms(den)
-        if not rest.terms:
-            return rest
+            return left
+        if not rest.terms and den.terms:
+            return left
         if rest.is_constant and den.is_constant and den.constant:
-            return Poly.const(rest.constant % den.constant)
-        return Poly((((Mod(rest, den),), 1),))
+            return factor * (rest.constant % den.constant) + left
+        return factor * Poly((((Mod(rest, den),), 1),)) + left
+
+    def _reduced(self, den: Poly) -> tuple[Poly, Poly, Poly, Poly, Poly]:
+        """(whole, rest, den', factor, left) with `self // den == whole + rest // den'` and
+        `self % den == factor * (rest % den') + left`."""
+        zero, one = Poly.const(0), Poly.const(1)
+        if den == one:
+            return zero, self, den, one, zero
+        whole, rest = self.divide_terms(den)
+        if not rest.terms or not den.terms:
+            return whole, rest, den, one, zero
+        # (g*a + k) // (g*b) is a // b where 0 <= k < g and b > 0, or where k is 0.
+        left = 0
+        content = gcd(*(c for mono, c in rest.terms if mono), *(c for _, c in den.terms))
+        if den.is_constant and den.constant > 0 and not rest.is_constant:
+            left = rest.constant % content
+        elif rest.constant:
+            content = gcd(content, rest.constant)
+        shared = list(min((mono for mono, _ in (*rest.terms, *den.terms)), key=len)) if not left else []
+        common: list[Atom] = []
+        for atom in dict.fromkeys(shared):
+            power = min(mono.count(atom) for mono, _ in (*rest.terms, *den.terms))
+            common += [atom] * power
+        factor = Poly(((tuple(common), content),))
+        rest, den = (rest - left).divide_terms(factor)[0], den.divide_terms(factor)[0]
+        return whole, rest, den, factor, Poly.const(left)
 
     def divide_terms(self, den: Poly) -> tuple[Poly, Poly]:
         """(q, r) with self == q*den + r, taking into q each term that is a multiple of the single-term `den`.
