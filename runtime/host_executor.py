@@ -56,10 +56,11 @@ _NUMERICS = (
 _COMMON = ("-std=c++17", "-fPIC", "-shared", "-U_FORTIFY_SOURCE")
 KERNEL_FLAGS = (
     *_COMMON,
-    "-O1",  # a third faster to compile than -O2, and the switches between fibres take most of the run time
+    "-O1",  # compile time is most of a test; at run time the switches between fibres weigh more than the code
     *_NUMERICS,
     "-fvisibility=hidden",
     "-fno-gnu-unique",
+    "-fstack-clash-protection",  # a large frame touches the guard page, not the next fibre's stack
     "-fsanitize=alignment,bounds,integer-divide-by-zero",  # handled in kgen_host_launch.cpp; libubsan is not needed
     "-w",  # generated code is checked elsewhere; `#pragma unroll` means nothing to g++
     "-Wl,-Bsymbolic",
@@ -79,7 +80,7 @@ class HostCompileError(BackendError):
 
 
 class HostLaunchError(BackendError):
-    """A launch was given what the kernel does not take, or the kernel failed: the text names kernel, block and thread."""
+    """A launch got what the kernel does not take, or the kernel failed: the text names kernel, block and thread."""
 
 
 # Mirrors of the structures in kgen_host_abi.hpp.
@@ -187,7 +188,7 @@ class HostKernel:
             )
         if not 0 <= shared_bytes <= DYNAMIC_SHARED_LIMIT:
             raise HostLaunchError(
-                f"kernel {self.name!r}: {shared_bytes} bytes of dynamic shared memory; expected 0 to {DYNAMIC_SHARED_LIMIT}"
+                f"kernel {self.name!r}: {shared_bytes} bytes of shared memory; expected 0 to {DYNAMIC_SHARED_LIMIT}"
             )
 
     def _check_arguments(self, args: Sequence[Any]) -> None:
@@ -214,17 +215,17 @@ def available() -> str | None:
         return "the host executor needs Linux"
     compiler = _compiler()[0]
     if shutil.which(compiler) is None:
-        return f"the host executor needs the C++ compiler {compiler!r}: install g++ (Debian or Ubuntu: apt-get install g++)"
+        return f"the host executor needs the C++ compiler {compiler!r}: install g++ (apt-get install g++)"
     return None
 
 
 def compile_host(source: str, entry: str, *, cache_dir: Path) -> HostKernel:
     """Compile the kernel `entry` of `source`, or take it from `cache_dir`.
 
-    `source` is CUDA C without the device primitives and without includes. The compiler is `g++`, or what `CXX` names if
-    it understands g++'s options. The cache is addressed by the hash of the text, the headers, the compiler and its flags;
-    any number of processes may share it, and a damaged entry is compiled again. Where the folder cannot be written, a
-    temporary one is used, with one warning. Raises HostCompileError with the compiler's messages.
+    `source` is CUDA C without the device primitives and without includes. The compiler is `g++`, or what `CXX` names
+    if it understands g++'s options. The cache is addressed by the hash of the text, the headers, the compiler and its
+    flags; any number of processes may share it, and a damaged entry is compiled again. Where the folder cannot be
+    written, a temporary one is used, with one warning. Raises HostCompileError with the compiler's messages.
     """
     if reason := available():
         raise HostCompileError(reason)
@@ -247,7 +248,7 @@ def compile_host(source: str, entry: str, *, cache_dir: Path) -> HostKernel:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A library to build: its name in the cache, its files (name, text), and the compiler's options before and after them."""
+    """A library to build: its name in the cache, its files (name, text), and the options before and after them."""
 
     name: str
     files: tuple[tuple[str, str], ...]
@@ -265,7 +266,7 @@ _ALIGNMENT = re.compile(r"(?:__align__|alignas)\s*\([^()]*\)")
 
 
 def _translation_unit(source: str, entry: str) -> str:
-    """`source` between the header and the export of `entry`; dynamic shared memory, which it only declares, is defined."""
+    """`source` between the header and the export of `entry`. Dynamic shared memory is declared there, defined here."""
     declared = {(_ALIGNMENT.sub("", kind).strip(), name) for kind, name in _DYNAMIC_SHARED.findall(source)}
     if len(declared) > 1:
         listed = ", ".join(sorted(f"{kind} {name}[]" for kind, name in declared))

@@ -5,8 +5,8 @@
 
 namespace kgen_host {
 
-// binary64 to binary32, rounded to odd: an inexact result has its last bit set. Rounding it once more, to a format with two bits
-// less or fewer, gives what a single rounding from binary64 gives.
+// binary64 to binary32, rounded to odd: an inexact result has its last bit set. Rounding it once more, to a format with at
+// least two bits fewer, gives what a single rounding from binary64 gives.
 inline float round_to_odd(double x) {
     const float nearest = (float)x;
     if ((double)nearest == x || x != x) return nearest;

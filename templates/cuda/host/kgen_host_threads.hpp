@@ -173,13 +173,30 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // ---- loads and stores with a cache hint --------------------------------------------------------------------------------
 
-template <class T> inline T __ldg(const T* address) { return *address; }
-template <class T> inline T __ldca(const T* address) { return *address; }
-template <class T> inline T __ldcg(const T* address) { return *address; }
-template <class T> inline T __ldcs(const T* address) { return *address; }
-template <class T> inline T __ldlu(const T* address) { return *address; }
-template <class T> inline T __ldcv(const T* address) { return *(const volatile T*)address; }
-template <class T> inline void __stwb(T* address, T value) { *address = value; }
-template <class T> inline void __stcg(T* address, T value) { *address = value; }
-template <class T> inline void __stcs(T* address, T value) { *address = value; }
-template <class T> inline void __stwt(T* address, T value) { *address = value; }
+namespace kgen_host {
+// A misaligned access is reported where the caller is, not in this header.
+template <class T>
+inline T* aligned(T* address, const char* file, int line) {
+    if ((size_t)address % alignof(T) != 0) kgen_host_fail("misaligned address in a cached load or store", file, line);
+    return address;
+}
+}  // namespace kgen_host
+
+#define KGEN_HOST_LOAD(name)                                                                                              \
+    template <class T> inline T name(const T* address, KGEN_HOST_SITE) { return *kgen_host::aligned(address, file, line); }
+#define KGEN_HOST_STORE(name)                                                                                             \
+    template <class T> inline void name(T* address, T value, KGEN_HOST_SITE) {                                            \
+        *kgen_host::aligned(address, file, line) = value;                                                                 \
+    }
+KGEN_HOST_LOAD(__ldg)
+KGEN_HOST_LOAD(__ldca)
+KGEN_HOST_LOAD(__ldcg)
+KGEN_HOST_LOAD(__ldcs)
+KGEN_HOST_LOAD(__ldlu)
+KGEN_HOST_LOAD(__ldcv)
+KGEN_HOST_STORE(__stwb)
+KGEN_HOST_STORE(__stcg)
+KGEN_HOST_STORE(__stcs)
+KGEN_HOST_STORE(__stwt)
+#undef KGEN_HOST_LOAD
+#undef KGEN_HOST_STORE
