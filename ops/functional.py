@@ -1,0 +1,152 @@
+"""The functional API: torch's argument names and conventions on top of the packaged kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kgen.runtime.errors import ArgumentError
+from kgen.runtime.loading import load_packaged
+
+if TYPE_CHECKING:
+    from kgen.runtime.kernel import Kernel
+
+# The casting modes of `rms_norm`: whether the normalised row is rounded before the weight, and the default offset.
+_CASTING = {"none": (False, 0.0), "llama": (True, 0.0), "gemma": (False, 1.0)}
+
+
+@cache
+def _kernel(file: str, name: str) -> Kernel:
+    """A packaged kernel, parsed and checked once."""
+    return getattr(load_packaged(f"{file}.kdsl"), name)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    casting: str = "none",
+    offset: float | None = None,
+    backend: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x / sqrt(mean(x**2) + eps) * (offset + weight)` over the last dimension.
+
+    Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+    x: `[..., N]` in f16, bf16, f32 or f64; weight: `[N]`, of any of these dtypes. Returns `[..., N]` in x's dtype.
+    casting: `none` computes in f32 and rounds once, as `torch.nn.functional.rms_norm`; `llama` rounds the normalised
+    row to x's dtype before it is multiplied by the weight; `gemma` is `none` with an offset of 1. `offset` overrides
+    the mode's own.
+    """
+    if casting not in _CASTING:
+        raise ArgumentError(f"rms_norm: casting must be one of {', '.join(_CASTING)}, got {casting!r}")
+    round_first, default = _CASTING[casting]
+    if weight is None and offset is not None:
+        raise ArgumentError("rms_norm: offset is added to the weight, and no weight is given")
+    shift = default if offset is None else offset
+    return _kernel("rms_norm", "rms_norm")(
+        x, weight, eps=eps, offset=shift, round_first=round_first and weight is not None, backend=backend, out=out
+    )
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dimension (Ba et al. 2016, arXiv:1607.06450).
+
+    x: `[..., N]`; weight, bias: `[N]`, of one dtype. Computed in f32 (f64 for f64), the variance from the deviations.
+    Returns `[..., N]` in x's dtype.
+    """
+    return _kernel("layer_norm", "layer_norm")(x, weight, bias, eps=eps, backend=backend, out=out)
+
+
+def swiglu(
+    gate: torch.Tensor, up: torch.Tensor, *, backend: str | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu(gate) * up`, both `[..., N]`, in f32 and rounded once (Shazeer 2020, arXiv:2002.05202).
+
+    The halves of one tensor may be passed as they come from `chunk`: their strides are used, nothing is copied.
+    """
+    return _kernel("swiglu", "swiglu")(gate, up, backend=backend, out=out)
+
+
+def geglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    approximate: str = "none",
+    backend: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gelu(gate) * up`, both `[..., N]`. approximate: `none` for the exact GELU, `tanh` for its approximation."""
+    if approximate not in ("none", "tanh"):
+        raise ArgumentError(f"geglu: approximate must be none or tanh, got {approximate!r}")
+    name = "geglu" if approximate == "none" else "geglu_tanh"
+    return _kernel("swiglu", name)(gate, up, backend=backend, out=out)
+
+
+def softmax(
+    x: torch.Tensor, dim: int = -1, *, backend: str | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Softmax of x along `dim`, in x's dtype. A row that is all -inf, or holds NaN or +inf, is NaN, as in torch."""
+    return _along("softmax", x, dim, backend, out)
+
+
+def log_softmax(
+    x: torch.Tensor, dim: int = -1, *, backend: str | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logarithm of the softmax of x along `dim`, in x's dtype."""
+    return _along("log_softmax", x, dim, backend, out)
+
+
+def _along(name: str, x: torch.Tensor, dim: int, backend: str | None, out: torch.Tensor | None) -> torch.Tensor:
+    """A kernel over the last dimension, applied along `dim` of `x` without a copy."""
+    if not isinstance(x, torch.Tensor) or x.dim() == 0 or not -x.dim() <= dim < x.dim():
+        shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ArgumentError(f"{name}: dim {dim} is not a dimension of x, got {shape}")
+    if dim in (-1, x.dim() - 1):
+        return _kernel("softmax", name)(x, backend=backend, out=out)
+    result = torch.empty_like(x) if out is None else out
+    _kernel("softmax", name)(x.movedim(dim, -1), backend=backend, out=result.movedim(dim, -1))
+    return result
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys rotated by position (Su et al. 2021, arXiv:2104.09864); one kernel for both.
+
+    q: `[B, S, HQ, D]`, k: `[B, S, HK, D]`, any strides (transpose a `[B, H, S, D]` tensor to pass it). cos, sin:
+    `[P, R]`, one row a position, R <= D even; or `[B, S, R]` (`[1, S, R]`), one row a token. The first R features are
+    rotated and the rest pass through. positions: `[B, S]` int64 rows of the tables; without it token s takes row s.
+    interleaved: pairs are features (2d, 2d + 1) instead of (d, d + R/2).
+    Returns the rotated q and k, laid out in memory as they came.
+    """
+    if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in (cos, sin)):
+        if positions is not None:
+            raise ArgumentError("rope: positions select rows of [P, R] tables, and cos and sin have one row a token")
+        batch, tokens = q.shape[:2]
+        shared = cos.shape[0] == 1 or cos.stride(0) == 0 == sin.stride(0)
+        if not shared:
+            positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
+        cos, sin = (t[0] if shared else t.reshape(-1, t.shape[-1]) for t in (cos, sin))
+    out = (torch.empty_like(q), torch.empty_like(k))
+    return _kernel("rope", "rope")(
+        q, k, cos, sin, positions=positions, interleaved=interleaved, backend=backend, out=out
+    )
