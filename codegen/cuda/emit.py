@@ -1,0 +1,208 @@
+"""A scheduled kernel to the text of one `.cu` file.
+
+The body is emitted first; what it turned out to need (indices, thread digits, row pointers, helpers) is then defined in front
+of it, so that nothing is defined that nobody uses.
+"""
+
+from __future__ import annotations
+
+from kgen.codegen.cuda import indices
+from kgen.codegen.cuda.context import Context
+from kgen.codegen.cuda.memory import storage_type
+from kgen.codegen.cuda.nests import NestEmitter
+from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
+from kgen.codegen.cuda.prelude import prelude
+from kgen.codegen.cuda.reduce import Accumulator, declare, finish
+from kgen.codegen.phases import refs
+from kgen.codegen.program import Arg, Program
+from kgen.codegen.schedule import Loop, Scheduled, ScheduleError, Step
+from kgen.codegen.templating import render
+from kgen.dsl import ir
+from kgen.dsl.source import Span
+
+_BEGIN = "// ---- device primitives ----"
+_END = "// ---- end of device primitives ----"
+
+
+def emit(scheduled: Scheduled) -> Program:
+    """The CUDA program of `scheduled`: source for NVRTC without any include, and what a launch must know.
+
+    Raises ScheduleError for a kernel that sums over programs, which no schedule of this backend covers yet.
+    """
+    for s in scheduled.kernel.body:
+        if isinstance(s, ir.Accumulate):
+            raise ScheduleError(
+                f"{scheduled.kernel.name}: line {s.span.line} sums {s.tensor} over programs, which the CUDA backend "
+                "cannot schedule yet"
+            )
+    return _Emitter(scheduled).program()
+
+
+def host_source(program: Program) -> str:
+    """The program without its device primitives: the text for a compiler that gets them from a header."""
+    begin, end = program.source.find(_BEGIN), program.source.find(_END)
+    if begin < 0:
+        return program.source
+    return program.source[:begin] + program.source[end + len(_END) :].lstrip("\n")
+
+
+class _Emitter:
+    def __init__(self, scheduled: Scheduled) -> None:
+        self.ctx = Context(scheduled)
+        self.steps = scheduled.steps
+        ctx = self.ctx
+        self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed)
+
+    def program(self) -> Program:
+        """The whole file."""
+        ctx = self.ctx
+        for i, step in enumerate(self.steps):
+            self._step(step, self._escaping(i))
+        body = ctx.lines
+        head = [(f"    {line}", None) for line in indices.prologue(ctx)]
+        head += [(f"    {line}", None) for line in self._pointers()]
+        if head and body.items:
+            head.append(("", None))
+        ctx.constants["THREADS"] = (str(ctx.schedule.threads), "")
+        lines = [*head, *body.items]
+        primitives, helpers = prelude(ctx.helpers, ctx.packs)
+        dtypes = {a.dtype.name for a in ctx.args}
+        source = render(
+            "cuda/kernel.cu.j2",
+            header=self._header(),
+            typedefs=dtypes & {"f16", "bf16"},
+            primitives=primitives,
+            primitives_begin=_BEGIN,
+            primitives_end=_END,
+            helpers=helpers,
+            constants=[(name, *value) for name, value in ctx.constants.items()],
+            entry=ctx.names[ctx.kernel.name],
+            parameters=[self._parameter(a) for a in ctx.args],
+            body=[text for text, _ in lines],
+        )
+        before = source[: source.rindex("\n{\n") + 3].count("\n")
+        spans: list[Span | None] = [None] * before + [span for _, span in lines] + [None]
+        return Program(
+            backend="cuda",
+            entry=ctx.names[ctx.kernel.name],
+            source=source,
+            args=ctx.args,
+            schedule=ctx.schedule,
+            shared_bytes=0,
+            lines=tuple(spans),
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+    def _escaping(self, i: int) -> set[str]:
+        """Values that step `i` makes and later steps use."""
+        made = {s.name for s in self.steps[i].body if isinstance(s, ir.Let)}
+        used = set[str]()
+        for later in self.steps[i + 1 :]:
+            own = {s.name for s in later.body if isinstance(s, ir.Let)}
+            used |= {n for s in later.body for n in refs(s.value)} - own
+        return made & used
+
+    def _step(self, step: Step, escaping: set[str]) -> None:
+        ctx = self.ctx
+        if not isinstance(step, Loop):
+            self._body(step.body, escaping, {})
+            return
+        accumulators: dict[str, Accumulator] = {}
+        for s in step.body:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) and step.axis in s.value.over:
+                ctx.lines.span = s.span
+                accumulators[s.name] = declare(ctx, s)
+        finished = dict(accumulators)
+        chunk = ctx.temporary(f"{step.axis}_chunk")
+        extent, by = ctx.extent_constant(step.axis), ctx.chunk_constant(step.axis)
+        ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()
+        outside = dict(ctx.holders)
+        ctx.lines.span = None
+        with ctx.block(f"for (int {chunk} = 0; {chunk} < {extent}; {chunk} += {by})"):
+            with ctx.capture() as inner:
+                if self._body(step.body, escaping, accumulators):
+                    ctx.barrier()  # the slots are written again in the next pass
+            for line in indices.definitions(ctx, ctx.layout.axis(step.axis), ctx.loop_symbols):
+                ctx.lines.add(line)
+            ctx.lines.extend(inner)
+        ctx.loop = None
+        ctx.holders = {**outside, **{n: ctx.holders[n] for n in finished}}
+        finish(ctx, list(finished.values()))
+
+    def _body(self, body: tuple[ir.Stmt, ...], escaping: set[str], accumulators: dict[str, Accumulator]) -> bool:
+        """The statements of a step; whether threads met at a barrier for a reduction."""
+        ctx = self.ctx
+        overwritten = {t.name for t in ctx.kernel.tensors if t.role == "inout"}
+        todo = plan(body, self.shape, escaping, set(accumulators), overwritten)
+        nests = NestEmitter(ctx, todo, accumulators)
+        met = False
+        for nest in self._prefetch(todo):
+            nests.emit(nest)
+        for phase in todo.phases:
+            for nest in phase.nests:
+                ctx.lines.gap()
+                nests.emit(nest)
+            if phase.reductions:
+                ctx.lines.span = phase.reductions[0].span
+                met |= finish(ctx, [accumulators[r.name] for r in phase.reductions])
+        return met
+
+    def _prefetch(self, todo: Plan) -> list[Nest]:
+        nests: dict[frozenset[str], Nest] = {}
+        for load in todo.prefetch:
+            space = self.ctx.space(load)
+            nests.setdefault(space, Nest(space)).items.append(load)
+        return list(nests.values())
+
+    def _words(self, load: ir.Let) -> int:
+        """32-bit registers that the raw tile of `load` fills in a thread."""
+        assert isinstance(load.value, ir.Load)  # asked for loads only
+        dtype = self.ctx.kernel.tensor(load.value.tensor).dtype
+        elements = self.ctx.layout.elements(load.value.axes)
+        return -(-elements * max(dtype.itemsize, 2) // 4)
+
+    def _streamed(self, load: ir.Let) -> bool:
+        return bool(load.value.axes & self.ctx.parallel)
+
+    # -- the file ------------------------------------------------------------------------------------------------
+    def _pointers(self) -> list[str]:
+        ctx = self.ctx
+        out: list[str] = []
+        for (tensor, outer), name in ctx.pointers.items():
+            t = ctx.kernel.tensor(tensor)
+            const = "const " if t.role == "in" else ""
+            out.append(f"{const}{storage_type(t.dtype)}* {name} = {ctx.names[tensor]} + {outer};")
+        return out
+
+    def _parameter(self, a: Arg) -> str:
+        ctx = self.ctx
+        if a.kind == "tensor":
+            const = "const " if ctx.kernel.tensor(a.name).role == "in" else ""
+            return f"{const}{storage_type(a.dtype)}* __restrict__ {ctx.param('tensor', a.name)}"
+        type = storage_type(a.dtype)
+        return f"{type} {ctx.param(a.kind, a.name, a.axis, a.part)}"
+
+    def _header(self) -> list[str]:
+        ctx = self.ctx
+        k, s = ctx.kernel, ctx.schedule
+        inputs = ", ".join(_signature(t) for t in k.tensors if t.role != "out")
+        outputs = ", ".join(_signature(t) for t in k.tensors if t.role == "out")
+        path = k.span.source.path.replace(chr(92), "/").rsplit("/", 1)[-1]
+        out = [*k.doc.strip().splitlines(), ""] if k.doc.strip() else []
+        out.append(f"{k.name}({inputs})" + (f" -> ({outputs})" if outputs else "") + f", generated from {path}.")
+        threads = f"{s.threads} threads a block"
+        if ctx.flat:
+            a = ctx.layout.row
+            out.append(f"{threads}, each with {a.slots * a.vector} points in vectors of {a.vector}.")
+        else:
+            rows = f"{s.rows} rows" if s.rows > 1 else "one row"
+            vectors = [f"vectors of {a.vector} along {a.name}" for a in ctx.layout.axes if a.vector > 1]
+            out.append(", ".join([threads, rows, *vectors]) + ".")
+        return [line.rstrip().rstrip("\\").rstrip() for line in out]
+
+
+def _signature(t: ir.Tensor) -> str:
+    shape = ", ".join(("*" if t.star and i == 0 else "") + str(p) for i, p in enumerate(t.shape))
+    return f"{t.name}: {t.dtype}[{shape}]"
+
+

@@ -1,0 +1,160 @@
+"""Which element does a thread hold? The definitions of thread digits and indices, and the masks at ragged edges."""
+
+from __future__ import annotations
+
+from kgen.codegen.cuda.context import ROW, Context
+from kgen.codegen.cuda.plan import Space
+from kgen.codegen.cuda.text import COND, CExpr, binary, cast, integer
+from kgen.codegen.layout import AxisLayout
+
+
+def masks(ctx: Context, space: Space) -> list[str]:
+    """The conditions under which a vector of `space` exists: its slots may reach beyond the extent."""
+    out: list[str] = []
+    for a in ctx.ordered(space):
+        reach = a.slots * a.threads * a.vector
+        if a.name == ROW:
+            if reach > a.extent:
+                out.append(f"{ctx.thread(a.digit)} < {a.extent // a.vector}")
+            ctx.frame.symbols.add(ROW)
+            ctx.prologue |= {"#points"} if a.slots > 1 else {"#points", ROW}
+            out.append(f"{ctx.temporary('p')} < {ctx.temporary('points')}")
+            continue
+        whole = ctx.kernel.axis(a.name).extent.constant
+        if ctx.loop is not None and ctx.loop[0] == a.name:
+            if reach > a.extent:
+                out.append(f"{ctx.base(a.name)} < {ctx.loop[1]} + {ctx.chunk_constant(a.name)}")
+            if whole % a.extent:
+                out.append(f"{ctx.base(a.name)} < {ctx.extent_constant(a.name)}")
+        elif reach > whole:
+            out.append(f"{ctx.base(a.name)} < {ctx.extent_constant(a.name)}")
+    return out
+
+
+def definitions(ctx: Context, axis: AxisLayout, used: set[str]) -> list[str]:
+    """The lines that define the index along `axis` in the current slot; for the row index, those of `used` made of it."""
+    if axis.name != ROW:
+        return [f"const int {ctx.names[axis.name]} = {_tile_index(ctx, axis)};"] if axis.name in used else []
+    position = _position(ctx, axis)
+    type = ctx.index_type
+    p = ctx.temporary("p")
+    first = binary("*", _block(ctx), CExpr(_rows(ctx), "int"))
+    start = binary("+", first, position) if position.text != "0" else first
+    return [f"const {type} {p} = {start};", *_split(ctx, CExpr(p, type), used)]
+
+
+def prologue(ctx: Context) -> list[str]:
+    """What the body turned out to need, defined at the top of the kernel."""
+    need = ctx.prologue
+    out: list[str] = []
+    rows = ctx.schedule.rows
+    row = ctx.layout.row
+    tail: list[str] = []
+    if ctx.flat:
+        if need & (ctx.parallel | {ROW}):
+            tail = definitions(ctx, row, need)
+    elif need & (ctx.parallel | {"#live"}):
+        tail = _row_index(ctx, rows)
+    indices: list[str] = []
+    for a in ctx.layout.axes:
+        if a.name in need:
+            indices.append(f"const int {ctx.names[a.name]} = {_tile_index(ctx, a)};")
+    # Digits are asked for by the lines above, so they are defined last and written first.
+    digits: list[str] = []
+    for d, count in enumerate(ctx.layout.digits):
+        if f"#digit{d}" in need:
+            digits.append(f"const int {ctx.thread(d)} = {_digit(ctx, d, count)};")
+    tid = ctx.temporary("tid")
+    if need & {"#lane", "#warp"} or digits:
+        need.add("#tid")
+    if "#tid" in need:
+        out.append(f"const int {tid} = threadIdx.x;")
+    out += digits
+    if "#lane" in need:
+        out.append(f"const int {ctx.temporary('lane')} = {tid} % 32;")
+    if "#warp" in need:
+        out.append(f"const int {ctx.temporary('warp')} = {tid} / 32;")
+    if "#points" in need:
+        out.append(f"const {ctx.index_type} {ctx.temporary('points')} = {ctx.rows_total()};")
+    return out + tail + indices
+
+
+def _digit(ctx: Context, d: int, count: int) -> str:
+    stride = ctx.layout.stride(d)
+    tid = ctx.temporary("tid")
+    text = tid if stride == 1 else f"{tid} / {stride}"
+    return text if stride * count == ctx.schedule.threads else f"{text} % {count}"
+
+
+def _position(ctx: Context, a: AxisLayout) -> CExpr:
+    """The first element of the thread's vector in the current slot."""
+    thread = CExpr(ctx.thread(a.digit), "int") if a.threads > 1 else None
+    total = thread
+    if a.slots > 1:
+        threads = CExpr("THREADS", "int") if a.threads == ctx.schedule.threads else integer(a.threads)
+        slot = CExpr(ctx.slot(a.name), "int")
+        total = binary("*", slot, threads) if a.threads > 1 else slot
+        if thread is not None:
+            total = binary("+", total, thread)
+    if total is None:
+        return integer(0)
+    return binary("*", total, integer(a.vector)) if a.vector > 1 else total
+
+
+def _tile_index(ctx: Context, a: AxisLayout) -> CExpr:
+    position = _position(ctx, a)
+    if ctx.loop is not None and ctx.loop[0] == a.name:
+        chunk = CExpr(ctx.loop[1], "int")
+        return binary("+", chunk, position) if position.text != "0" else chunk
+    return position
+
+
+def _block(ctx: Context) -> CExpr:
+    block = CExpr("blockIdx.x", "int")
+    return cast("long long", CExpr("blockIdx.x", "unsigned")) if ctx.variant.wide else block
+
+
+def _rows(ctx: Context) -> str:
+    ctx.constants["ROWS"] = (str(ctx.schedule.rows), "")
+    return "ROWS"
+
+
+def _row_index(ctx: Context, rows: int) -> list[str]:
+    """The row of a row kernel and its parallel indices. Rows beyond the last repeat it, but store nothing."""
+    if not ctx.parallel:
+        return []
+    type, p = ctx.index_type, ctx.temporary("p")
+    single = ctx.kernel.parallel[0].name if len(ctx.kernel.parallel) == 1 else None
+    if rows == 1:
+        out: list[str] = []
+        start = _block(ctx)
+    else:
+        points, first = ctx.rows_total(), ctx.names.fresh("first_p")
+        row = CExpr(ctx.thread(ctx.layout.row.digit), "int")
+        if not points.text.isidentifier():
+            ctx.prologue.add("#points")
+            points = CExpr(ctx.temporary("points"), type)
+        live = ctx.temporary("live")
+        out = [
+            f"const {type} {first} = {binary('+', binary('*', _block(ctx), CExpr(_rows(ctx), 'int')), row)};",
+            f"const bool {live} = {first} < {points};",
+        ]
+        start = CExpr(f"{live} ? {first} : {points} - 1", type, COND)
+    if single is not None:
+        return [*out, f"const {type} {ctx.names[single]} = {start};"] if single in ctx.prologue else out
+    return [*out, f"const {type} {p} = {start};", *_split(ctx, CExpr(p, type), ctx.prologue)]
+
+
+def _split(ctx: Context, p: CExpr, used: set[str]) -> list[str]:
+    """The parallel indices of `used` from the flattened index `p`, the last declared fastest."""
+    out: list[str] = []
+    rest = p
+    axes = ctx.kernel.parallel
+    for k in range(len(axes) - 1, -1, -1):
+        extent = ctx.extent(axes[k])
+        if axes[k].name in used:
+            value = binary("%", rest, extent) if k else rest
+            out.insert(0, f"const {p.type} {ctx.names[axes[k].name]} = {value};")
+        if k:
+            rest = binary("/", rest, extent)
+    return out

@@ -1,0 +1,287 @@
+"""One nest: the loops over the slots and lanes of some axes around the statements over them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from kgen.codegen.cuda import indices
+from kgen.codegen.cuda.context import Context, Frame, Holder
+from kgen.codegen.cuda.expr import expression
+from kgen.codegen.cuda.memory import (
+    Address,
+    address,
+    gather_subscripts,
+    loaded,
+    missing_value,
+    narrowed,
+    outer_part,
+    pack_of,
+    packed_value,
+    storage_type,
+)
+from kgen.codegen.cuda.plan import Nest, Plan
+from kgen.codegen.cuda.prelude import Pack
+from kgen.codegen.cuda.reduce import Accumulator, array_shape, declare, take
+from kgen.codegen.cuda.text import CExpr, compute_type, conditional
+from kgen.codegen.phases import statement_axes
+from kgen.dsl import ir
+from kgen.dsl.affine import Poly
+
+
+class NestEmitter:
+    """Emits the nests of one body. `accumulators`: reductions whose variables are defined; new ones are added."""
+
+    def __init__(self, ctx: Context, plan: Plan, accumulators: dict[str, Accumulator]) -> None:
+        self.ctx = ctx
+        self.plan = plan
+        self.accumulators = accumulators
+        self.rows: dict[str, str] = {}  # gathers of a whole row: the pointer to it
+        self.guards: dict[int, str] = {}
+        self.in_block = False  # whether the statements of the current nest stand in a loop or condition of their own
+
+    def emit(self, nest: Nest) -> None:
+        """The nest at the current place: declarations of what outlives it, then the loops."""
+        ctx = self.ctx
+        items = [s for s in nest.items if not (isinstance(s, ir.Let) and ctx.is_visible(s.name))]
+        if not items:
+            return
+        stored = {s.tensor for s in items if not isinstance(s, ir.Let)}
+        if stored & ctx.scheduled.barriers & ctx.unsynced:
+            ctx.barrier()
+        ctx.frame = Frame(nest.space)
+        conditions = indices.masks(ctx, nest.space)
+        self.guards = {id(s): self._guard(s) for s in items if not isinstance(s, ir.Let)}
+        lasting = any(isinstance(s, ir.Let) and (s.name in self.plan.kept or _is_reduce(s)) for s in items)
+        if len(set(self.guards.values())) == 1 and not lasting:
+            conditions = [c for c in (next(iter(self.guards.values())), *conditions) if c]
+            self.guards = dict.fromkeys(self.guards, "")
+        loops = [a for a in ctx.ordered(nest.space) if a.slots > 1]
+        self.in_block = bool(loops or conditions)
+        for s in items:
+            if isinstance(s, ir.Let):
+                self._declare(s, nest)
+        ctx.visible.append(set())
+        with ctx.capture() as inner:
+            inner.depth += len(loops)
+            with ExitStack() as stack:
+                if conditions:
+                    stack.enter_context(ctx.block(f"if ({' && '.join(conditions)})"))
+                self._statements(items)
+        constants = ctx.visible.pop()
+        if not self.in_block:
+            ctx.visible[-1] |= constants
+        with ExitStack() as stack:
+            for a in loops:
+                i = ctx.slot(a.name)
+                ctx.lines.add("#pragma unroll")
+                stack.enter_context(ctx.block(f"for (int {i} = 0; {i} < {a.slots}; ++{i})"))
+            for a in loops:
+                for line in indices.definitions(ctx, a, ctx.frame.symbols):
+                    ctx.lines.add(line)
+            ctx.lines.extend(inner)
+        ctx.frame = Frame(frozenset())
+        for s in items:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.value.tensor in ctx.scheduled.barriers:
+                ctx.unsynced.add(s.value.tensor)
+
+    def _guard(self, s: ir.Stmt) -> str:
+        """The condition under which a thread stores: it is the first of those that hold the value, and its row exists."""
+        ctx = self.ctx
+        taken = {a.digit for a in ctx.ordered(ctx.space(s))}
+        conditions: list[str] = []
+        if not ctx.flat:
+            taken.add(ctx.layout.row.digit)
+            if ctx.schedule.rows > 1:
+                ctx.prologue.add("#live")
+                conditions.append(ctx.temporary("live"))
+        free = [d for d, n in enumerate(ctx.layout.digits) if n > 1 and d not in taken]
+        conditions += [f"{ctx.thread(d)} == 0" for d in free]
+        return " && ".join(conditions)
+
+    # -- what outlives the nest ----------------------------------------------------------------------------------
+    def _declare(self, let: ir.Let, nest: Nest) -> None:
+        """The variable of a value that outlives the nest, unless it is a constant of the block around."""
+        ctx = self.ctx
+        ctx.lines.span = let.span
+        if isinstance(let.value, ir.Reduce):
+            if let.name not in self.accumulators:
+                self.accumulators[let.name] = declare(ctx, let)
+            return
+        pack = self._pack(let)
+        if pack is not None:
+            in_range = self._row(let) if _is_gather(let) else None
+            self._declare_pack(let, pack, nest, in_range)
+        elif let.name in self.plan.kept and (self.in_block or self._varies(let)):
+            slots = ctx.looped_slots(nest.space)
+            h = Holder(ctx.names[let.name], compute_type(let.value.dtype), slots, self._varies(let))
+            ctx.holders[let.name] = h
+            ctx.lines.add(f"{h.type} {h.name}{_sizes(ctx, h)};")
+
+    def _declare_pack(self, let: ir.Let, pack: Pack, nest: Nest, in_range: str | None) -> None:
+        ctx = self.ctx
+        type = ctx.pack(pack, reads=True)
+        kept = let.name in self.plan.kept
+        missing = missing_value(pack.dtype) if in_range else None
+        slots = ctx.looped_slots(nest.space) if kept else ()
+        name = ctx.names.fresh(f"{let.name}_raw")
+        h = Holder(name, compute_type(pack.dtype), slots, True, pack, in_range, missing)
+        ctx.holders[let.name] = h
+        if kept and self.in_block:
+            ctx.lines.add(f"{type} {h.name}{_sizes(ctx, h)};")
+
+    def _row(self, let: ir.Let) -> str:
+        """For a gather of a whole row: a pointer to it, and the name of the variable that says that it is in range."""
+        ctx, load = self.ctx, let.value
+        assert isinstance(load, ir.Load)  # the caller looked
+        ctx.lines.comment(let.span)
+        values, ok = gather_subscripts(ctx, load)
+        in_range = ctx.names.fresh(f"{let.name}_in_range")
+        ctx.lines.add(f"const bool {in_range} = {ok};")
+        tensor = ctx.kernel.tensor(load.tensor)
+        row = self.rows[let.name] = ctx.names.fresh(f"{load.tensor}_row")
+        start = Address(ctx.names[tensor.name], outer_part(ctx, tensor, load.at, values))
+        ctx.lines.add(f"const {storage_type(tensor.dtype)}* {row} = {start.pointer};")
+        return in_range
+
+    def _varies(self, s: ir.Stmt) -> bool:
+        """Whether `s` is done lane by lane."""
+        return self.ctx.lane_axis(self.ctx.space(s), statement_axes(s)) is not None
+
+    def _pack(self, s: ir.Stmt) -> Pack | None:
+        """The pack that a load fills or a store writes; None where elements are moved one by one."""
+        ctx = self.ctx
+        if isinstance(s, ir.Let):
+            if not isinstance(s.value, ir.Load):
+                return None
+            tiles = frozenset(a.name for a in ctx.kernel.tiles)
+            for sub in s.value.at:
+                if not isinstance(sub, Poly) and (ctx.flat or sub.axes & tiles):
+                    return None
+            return pack_of(ctx, ctx.kernel.tensor(s.value.tensor), s.value.at, self._lanes_of(s))
+        return pack_of(ctx, ctx.kernel.tensor(s.tensor), s.at, self._lanes_of(s))
+
+    def _lanes_of(self, s: ir.Stmt) -> str | None:
+        return self.ctx.lane_axis(self.ctx.space(s), statement_axes(s))
+
+    # -- inside --------------------------------------------------------------------------------------------------
+    def _statements(self, items: list[ir.Stmt]) -> None:
+        """First what is the same in all lanes and whole vectors, then the loop over lanes, then stores of vectors."""
+        ctx = self.ctx
+        by_lane: list[ir.Stmt] = []
+        for s in items:
+            pack = self._pack(s) if isinstance(s, ir.Let) else None
+            if pack is not None:
+                assert isinstance(s, ir.Let)  # as above
+                self._load_pack(s, pack)
+            elif self._varies(s):
+                by_lane.append(s)
+            else:
+                self._statement(s, "")
+        if not by_lane:
+            return
+        stores = [(s, p) for s in by_lane if not isinstance(s, ir.Let) and (p := self._pack(s)) is not None]
+        outs: dict[int, str] = {}
+        for s, pack in stores:
+            ctx.pack(pack, writes=True)
+            outs[id(s)] = ctx.names.fresh(f"{s.tensor}_out")
+            ctx.lines.span = s.span
+            ctx.lines.add(f"{compute_type(pack.dtype)} {outs[id(s)]}[{pack.lanes}];")
+        lane_axis = self._lanes_of(by_lane[0])
+        assert lane_axis is not None  # as by_lane says
+        outside = dict(ctx.frame.locals)
+        ctx.frame.lane, ctx.frame.lane_axis = ctx.temporary("v"), lane_axis
+        v = ctx.frame.lane
+        ctx.lines.add("#pragma unroll")
+        with ctx.block(f"for (int {v} = 0; {v} < {ctx.axis(lane_axis).vector}; ++{v})"):
+            for s in by_lane:
+                self._statement(s, outs.get(id(s), ""))
+        ctx.frame.lane = ctx.frame.lane_axis = None
+        ctx.frame.locals = outside
+        for s, pack in stores:
+            place = address(ctx, ctx.kernel.tensor(s.tensor), s.at, {})
+            ctx.lines.span = s.span
+            guard = f"if ({g}) " if (g := self.guards[id(s)]) else ""
+            ctx.lines.add(f"{guard}*({pack.name}*)({place.pointer}) = {pack.name}::of({outs[id(s)]});")
+
+    def _load_pack(self, let: ir.Let, pack: Pack) -> None:
+        ctx, load = self.ctx, let.value
+        assert isinstance(load, ir.Load)  # the caller looked
+        row = self.rows.get(let.name)
+        values = {i: CExpr("0", "int") for i, s in enumerate(load.at) if not isinstance(s, Poly)}
+        place = address(ctx, ctx.kernel.tensor(load.tensor), load.at, values, row=row)
+        value = f"*(const {pack.name}*)({place.pointer})"
+        h = ctx.holders[let.name]
+        ctx.lines.comment(let.span)
+        if let.name in self.plan.kept and self.in_block:
+            where = h.name + "".join(f"[{ctx.slot(a)}]" for a in h.slots)
+            ctx.lines.add(f"{f'if ({h.in_range}) ' if h.in_range else ''}{where} = {value};")
+        elif h.in_range:
+            ctx.lines.add(f"{pack.name} {h.name};")
+            ctx.lines.add(f"if ({h.in_range}) {h.name} = {value};")
+            ctx.visible[-1].add(let.name)
+        else:
+            ctx.lines.add(f"const {pack.name} {h.name} = {value};")
+            ctx.visible[-1].add(let.name)
+
+    def _statement(self, s: ir.Stmt, out: str) -> None:
+        ctx = self.ctx
+        ctx.lines.comment(s.span)
+        if not isinstance(s, ir.Let):
+            self._store(s, out)
+        elif isinstance(s.value, ir.Reduce):
+            acc = self.accumulators[s.name]
+            where = "".join(f"[{ctx.slot(a)}]" for a in acc.holder.slots)
+            where += f"[{ctx.frame.lane}]" if acc.holder.lanes else ""
+            value = expression(s.value.arg, ctx)
+            position = ctx.symbol(s.value.over[0]) if acc.at is not None else None
+            ctx.lines.add(take(ctx, acc, where, value, position))
+        elif isinstance(s.value, ir.Load):
+            self._define(s, self._element(s.value))
+        else:
+            self._define(s, expression(s.value, ctx))
+
+    def _element(self, load: ir.Load) -> CExpr:
+        """One element from memory."""
+        ctx = self.ctx
+        tensor = ctx.kernel.tensor(load.tensor)
+        if all(isinstance(s, Poly) for s in load.at):
+            return loaded(ctx, tensor.dtype, address(ctx, tensor, load.at, {}).element)
+        values, ok = gather_subscripts(ctx, load)
+        element = loaded(ctx, tensor.dtype, address(ctx, tensor, load.at, values).element)
+        return conditional(ok, element, missing_value(tensor.dtype))
+
+    def _define(self, let: ir.Let, value: CExpr) -> None:
+        ctx = self.ctx
+        varies = ctx.frame.lane is not None
+        if let.name in self.plan.kept and (self.in_block or varies):
+            h = ctx.holders[let.name]
+            where = "".join(f"[{ctx.slot(a)}]" for a in h.slots) + (f"[{ctx.frame.lane}]" if h.lanes else "")
+            ctx.lines.add(f"{h.name}{where} = {value};")
+            return
+        type = compute_type(let.value.dtype)
+        ctx.lines.add(f"const {type} {ctx.local(let.name, type)} = {value};")
+        if not varies:
+            ctx.visible[-1].add(let.name)
+            ctx.holders[let.name] = Holder(ctx.names[let.name], type)
+
+    def _store(self, s: ir.Store | ir.Accumulate, out: str) -> None:
+        ctx = self.ctx
+        tensor = ctx.kernel.tensor(s.tensor)
+        if out:
+            ctx.lines.add(f"{out}[{ctx.frame.lane}] = {packed_value(ctx, s.value, tensor.dtype)};")
+            return
+        value = narrowed(ctx, s.value, tensor.dtype)
+        guard = f"if ({g}) " if (g := self.guards[id(s)]) else ""
+        ctx.lines.add(f"{guard}{address(ctx, tensor, s.at, {}).element} = {value};")
+
+
+def _is_reduce(s: ir.Stmt) -> bool:
+    return isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce)
+
+
+def _is_gather(let: ir.Let) -> bool:
+    return isinstance(let.value, ir.Load) and any(not isinstance(s, Poly) for s in let.value.at)
+
+
+def _sizes(ctx: Context, h: Holder) -> str:
+    return "".join(f"[{n}]" for n in array_shape(ctx, h))
