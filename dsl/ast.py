@@ -96,6 +96,26 @@ class Require:
 
 
 @dataclass(frozen=True)
+class ExampleSize:
+    """`N = 4096` in an `example` statement."""
+
+    name: str
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Example:
+    """`example M = 16384, N = 4096`: typical sizes of dimensions and const integers.
+
+    They have no effect on what the kernel means; they are the sizes taken where no call gives any (build, show, diff).
+    """
+
+    sizes: tuple[ExampleSize, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
 class Assign:
     """`a, b = e1, e2`: each target a `Name` (a new value) or a `Subscript` (a store)."""
 
@@ -137,7 +157,7 @@ class For:
     span: Span
 
 
-Stmt = Bind | Require | Assign | Accumulate | If | For
+Stmt = Bind | Require | Example | Assign | Accumulate | If | For
 
 # ---- declarations --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lark import Token
 from lark.lark import PostLex
@@ -21,13 +21,14 @@ MAX_BRACKETS = 200
 MAX_INT = 2**63 - 1
 
 KEYWORDS = {
-    "kernel", "fn", "op", "parallel", "tile", "require", "if", "elif", "else", "for", "in", "by", "from", "import",
-    "inout", "const", "and", "or", "not", "true", "false", "True", "False",
+    "kernel", "fn", "op", "parallel", "tile", "require", "example", "if", "elif", "else", "for", "in", "by", "from",
+    "import", "inout", "const", "and", "or", "not", "true", "false", "True", "False",
 }  # fmt: skip
 
 # Tokens that can only begin a line: met inside a bracket, they show that the bracket was never closed.
-LINE_STARTS = {"KERNEL", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "IF", "ELIF", "ELSE", "FOR", "FROM"}
-_OPERAND_ENDS = {
+LINE_STARTS = {"KERNEL", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR", "FROM"}
+# Tokens that end an operand: a sign behind one is binary.
+OPERAND_ENDS = {
     "NAME", "NUMBER", "RPAR", "RSQB", "QMARK", "TRUE", "FALSE", "CAPITAL_TRUE", "CAPITAL_FALSE"
 }  # fmt: skip
 _OPERAND_STARTS = {"NAME", "NUMBER", "TRUE", "FALSE", "CAPITAL_TRUE", "CAPITAL_FALSE"}
@@ -61,7 +62,6 @@ class Line:
     indent: int
     newline: Token
     bad: bool = False
-    comments: list[Token] = field(default_factory=list)
 
 
 def normalise_newlines(text: str) -> str:
@@ -123,7 +123,6 @@ class _Layout:
         self.diagnostics = diagnostics
         self.lines: list[Line] = []
         self.tokens: list[Token] = []
-        self.comments: list[Token] = []
         self.brackets: list[Token] = []
         self.bad = False
         # Inside an `op` item, which is refused as a whole.
@@ -132,6 +131,7 @@ class _Layout:
         self.margins: list[tuple[int, int]] = []
 
     def run(self) -> list[Line]:
+        self.check_nul()
         at_start = True
         for token in self.raw:
             kind = token.type
@@ -141,7 +141,6 @@ class _Layout:
                     self.close(token)
                 continue
             if kind == "COMMENT":
-                self.comments.append(token)
                 continue
             if at_start and self.brackets:
                 self.check_unclosed(token)
@@ -169,8 +168,8 @@ class _Layout:
         wide = self.check_tabs(wide, narrow, first)
         end = Token("NEWLINE", "\n", newline.start_pos, newline.line, newline.column)
         end.end_line, end.end_column = newline.line, (newline.column or 1) + 1
-        self.lines.append(Line(self.tokens, wide, end, self.bad, self.comments))
-        self.tokens, self.comments, self.brackets, self.bad = [], [], [], False
+        self.lines.append(Line(self.tokens, wide, end, self.bad))
+        self.tokens, self.brackets, self.bad = [], [], False
 
     def check_tabs(self, wide: int, narrow: int, first: Token) -> int:
         """The line's indentation: `wide`, or that of the line above where the two cannot be compared."""
@@ -203,7 +202,7 @@ class _Layout:
         start = indent_width(self.source.line(first.line or 1)[: (first.column or 1) - 1])[0]
         dedented = indent_width(prefix)[0] <= start
         last = self.tokens[-1].type
-        if token.type in LINE_STARTS or (dedented and last in _OPERAND_ENDS and token.type in _OPERAND_STARTS):
+        if token.type in LINE_STARTS or (dedented and last in OPERAND_ENDS and token.type in _OPERAND_STARTS):
             self.report_unclosed()
             previous = self.tokens[-1]
             self.close(Token("NEWLINE", "\n", previous.end_pos, previous.end_line, previous.end_column))
@@ -294,9 +293,24 @@ class _Layout:
         """Whether the number about to be added stands right behind a sign (and not a subtraction)."""
         if not self.tokens or self.tokens[-1].type != "MINUS":
             return False
-        return len(self.tokens) < 2 or self.tokens[-2].type not in _OPERAND_ENDS
+        return len(self.tokens) < 2 or self.tokens[-2].type not in OPERAND_ENDS
+
+    def check_nul(self) -> None:
+        """Report the first NUL wherever it stands: comments and docstrings reach generated code."""
+        for number, text in enumerate(self.source.lines, 1):
+            if "\0" in text:
+                column = text.index("\0") + 1
+                self.diagnostics.error(
+                    "K0101",
+                    "the file holds a NUL character",
+                    Span(self.source, number, column, number, column + 1),
+                    help="it may not be a text file, or may be UTF-16: save it as UTF-8",
+                )
+                return
 
     def check_bad(self, token: Token) -> None:
+        if token.value == "\0":
+            self.bad = True  # reported by check_nul
         if self.bad:
             return
         if token.type == "BAD_TEXT":
@@ -374,7 +388,6 @@ def _character_help(char: str) -> str:
         "\u2265": "write >=",
         "\u2260": "write !=",
         "\u2192": "write ->",
-        "\0": "the file holds a NUL byte; it may not be a text file, or may be UTF-16: save it as UTF-8",
     }
     if char in plain:
         return plain[char]

@@ -50,11 +50,18 @@ def parse(source: SourceFile, diagnostics: Diagnostics) -> ast.Module:
     """
     source = normalised(source)
     lark, builder = _parser()
+    lines = logical_lines(tokens(source), source, diagnostics)
     with _lock:
-        raw = lark.parse_interactive(source.text).lexer_thread.lex(None)  # pyright: ignore[reportArgumentType]
-        lines = logical_lines(raw, source, diagnostics)
         builder.begin(source, diagnostics)
         return _Driver(lark, builder, source, diagnostics).run(lines)
+
+
+def tokens(source: SourceFile) -> list[Token]:
+    """The tokens of a `normalised` source, comments and newlines included, before any check of their spelling."""
+    lark, _ = _parser()
+    thread = lark.parse_interactive(source.text).lexer_thread
+    # The basic lexer does not look at the parser's state, so there is none to give.
+    return list(thread.lex(None))  # pyright: ignore[reportArgumentType]
 
 
 @lru_cache(maxsize=1)

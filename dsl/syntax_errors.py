@@ -12,7 +12,7 @@ from kgen.dsl.lexing import KEYWORDS, Line, token_span
 from kgen.dsl.source import SourceFile
 
 _ITEM_STARTS = {"KERNEL", "FN", "FROM", "STRING"}
-_STATEMENT_STARTS = {"PARALLEL", "TILE", "REQUIRE", "IF", "ELIF", "ELSE", "FOR"}
+_STATEMENT_STARTS = {"PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR"}
 _OPERATORS = {
     "PLUS", "MINUS", "STAR", "SLASH", "DOUBLE_SLASH", "PERCENT", "DOUBLE_STAR", "COMPARE", "AND", "OR"
 }  # fmt: skip
@@ -25,6 +25,7 @@ _FORMS = {
     "PARALLEL": "parallel m in M, n in N",
     "TILE": "tile n in N",
     "REQUIRE": "require N % 2 == 0",
+    "EXAMPLE": "example M = 16384, N = 4096",
     "IF": "if condition:",
     "ELIF": "elif condition:",
     "ELSE": "else:",
@@ -153,7 +154,7 @@ class SyntaxExplainer:
 
     def unknown_statement(self, first: Token) -> None:
         """Report a line of the form `word name ...`, where `word` is no keyword."""
-        guess = _guess(first.value, ("parallel", "tile", "require", "elif", "else"))
+        guess = _guess(first.value, ("parallel", "tile", "require", "example", "elif", "else"))
         if first.value in _FOREIGN:
             help = _FOREIGN[first.value]
         elif guess:

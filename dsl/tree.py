@@ -38,6 +38,12 @@ def _items(more: _More | None) -> list[Any]:
     return out[::-1]
 
 
+def docstring_text(literal: str) -> str:
+    """The text of a docstring literal without its quotes, common indentation and trailing white space."""
+    lines = inspect.cleandoc(literal[3:-3]).split("\n")
+    return "\n".join(line.rstrip() for line in lines).strip()
+
+
 class _Docstring:
     __slots__ = ("span", "text")
 
@@ -107,7 +113,7 @@ class TreeBuilder(Transformer):
 
     def docstring(self, children: list) -> _Docstring:
         token = children[0]
-        return _Docstring(inspect.cleandoc(token.value[3:-3]).strip(), self.at(token))
+        return _Docstring(docstring_text(token.value), self.at(token))
 
     def misplaced_docstring(self, doc: _Docstring) -> None:
         self.error(
@@ -123,11 +129,12 @@ class TreeBuilder(Transformer):
     def names(self, children: list) -> list[Token]:
         return children
 
+    name_list = names
+
     def import_item(self, children: list) -> ast.Import:
-        start, dotted, newline = children[0], children[1], children[-1]
+        start, dotted = children[0], children[1]
         names = next(c for c in children[2:] if isinstance(c, list))
         last = names[-1] if children[3] is names else children[-2]
-        del newline
         return ast.Import(
             ".".join(t.value for t in dotted),
             tuple(t.value for t in names),
@@ -274,6 +281,14 @@ class TreeBuilder(Transformer):
 
     def require(self, children: list) -> ast.Require:
         return ast.Require(children[1], self.at(children[0]).to(children[1].span))
+
+    def example(self, children: list) -> ast.Example:
+        keyword, *sizes = children
+        return ast.Example(tuple(sizes), self.at(keyword).to(sizes[-1].span))
+
+    def size(self, children: list) -> ast.ExampleSize:
+        name, _, value = children
+        return ast.ExampleSize(name.value, value, self.at(name).to(value.span))
 
     def assign(self, children: list) -> ast.Assign:
         targets, equal, values = children

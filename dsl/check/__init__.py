@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from kgen.dsl import ast, ir
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, REDUCTIONS
 from kgen.dsl.check.scope import Choices, Scope, Specialization
-from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, signature_of
+from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, example_sizes, signature_of
 from kgen.dsl.check.statements import Statements
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import BF16, DTYPES, F32, F64, DType
@@ -29,6 +29,7 @@ __all__ = [
     "TensorParam",
     "check_module",
     "elaborate",
+    "example_sizes",
     "signature_of",
 ]
 

@@ -236,6 +236,13 @@ class _Reader:
         return Poly.sym(name.id)
 
 
+def example_sizes(kernel: ast.Kernel) -> dict[str, int]:
+    """The sizes that the kernel's `example` statements give, in order; empty where there is none."""
+    sizes = [size for s in kernel.body if isinstance(s, ast.Example) for size in s.sizes]
+    values = {size.name: literal_value(size.value) for size in sizes}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
 def literal_value(e: ast.Expr) -> int | float | bool | None:
     """The value of a literal, possibly negated; None for anything else."""
     if isinstance(e, ast.Number):

@@ -8,7 +8,7 @@ from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.check.expressions import Expressions, Stop, as_index, cast, index_set
 from kgen.dsl.check.scope import Scope
-from kgen.dsl.check.signature import TensorParam, index_poly
+from kgen.dsl.check.signature import TensorParam, index_poly, literal_value
 from kgen.dsl.dtypes import BOOL
 from kgen.dsl.source import Span
 
@@ -89,6 +89,15 @@ class Statements:
         sides = [index_poly(x, self._dimension, self.scope.diagnostics) for x in (e.left, e.right)]
         if sides[0] is not None and sides[1] is not None:
             self.scope.requires.append(ir.Requirement(e.op, sides[0], sides[1], e.span))
+
+    def _example(self, s: ast.Example) -> None:
+        for size in s.sizes:
+            if size.name in self.scope.axes or self.scope.poly_name(size.name) is None:
+                dims = ", ".join(self.scope.signature.dims) or "none"
+                self.fail("K0201", f"'{size.name}' is not a dimension", size.span, f"dimensions of this kernel: {dims}")
+            value = literal_value(size.value)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                self.fail("K0219", "an example size must be a positive integer", size.value.span, "write a literal")
 
     # -- compile-time branches -----------------------------------------------------------------------------------------
     def _if(self, s: ast.If) -> None:
