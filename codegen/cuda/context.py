@@ -9,6 +9,7 @@ from math import prod
 
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.cuda.expr import polynomial
+from kgen.codegen.cuda.hoist import hoist
 from kgen.codegen.cuda.plan import Space
 from kgen.codegen.cuda.prelude import Pack
 from kgen.codegen.cuda.reserved import RESERVED
@@ -16,7 +17,7 @@ from kgen.codegen.cuda.text import CExpr, Lines, binary, cast, compute_type, int
 from kgen.codegen.layout import AxisLayout, layout_of
 from kgen.codegen.names import Names
 from kgen.codegen.phases import statement_axes
-from kgen.codegen.schedule import Scheduled
+from kgen.codegen.schedule import Scheduled, Step
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import BF16, BOOL, F16
@@ -63,7 +64,11 @@ class Context:
         self.layout = layout_of(scheduled)
         self.flat = not self.kernel.tiles
         self.args = kernel_args(self.kernel, self.variant)
-        self.names = Names(self._user_names(), RESERVED)
+        self.indices = frozenset(a.name for a in self.kernel.axes)
+        self.parallel = frozenset(a.name for a in self.kernel.parallel)
+        self.fastest = self.kernel.parallel[-1].name if self.kernel.parallel else None
+        self.steps = hoist(scheduled.steps, self._grain, set(self._user_names(scheduled.steps)))
+        self.names = Names(self._user_names(self.steps), RESERVED)
         self.helpers: set[str] = set()
         self.packs: dict[Pack, tuple[bool, bool]] = {}
         self.lines = Lines()
@@ -73,6 +78,7 @@ class Context:
         self.loop: tuple[str, str] | None = None  # axis and chunk variable of the loop around
         self.loop_symbols: set[str] = set()  # indices that the body of that loop must define
         self.prologue: set[str] = set()  # names that the prologue must define
+        self.in_range: dict[str, str] = {}  # condition of a gather: the constant that holds it
         self.pointers: dict[tuple[str, str], str] = {}
         self.constants: dict[str, tuple[str, str]] = {}  # constexpr name: (value, remark)
         self.unsynced: set[str] = set()  # inout tensors loaded since the last barrier
@@ -84,18 +90,22 @@ class Context:
             a.name: 1 + max(b.part for b in self.args if b.kind == "dim" and b.name == a.name)
             for a in self.args if a.kind == "dim"
         }  # fmt: skip
-        self.indices = frozenset(a.name for a in self.kernel.axes)
-        self.parallel = frozenset(a.name for a in self.kernel.parallel)
-        self.fastest = self.kernel.parallel[-1].name if self.kernel.parallel else None
 
-    def _user_names(self) -> Iterator[str]:
+    def _user_names(self, steps: tuple[Step, ...]) -> Iterator[str]:
         k = self.kernel
         yield k.name
         for group in (k.tensors, k.scalars, k.axes):
             yield from (x.name for x in group)
         yield from k.dims
         yield from dict(self.variant.dims)
-        yield from (s.name for s in k.body if isinstance(s, ir.Let))
+        for step in steps:
+            yield from (s.name for s in step.body if isinstance(s, ir.Let))
+
+    def _grain(self, axes: frozenset[str]) -> object:
+        """What tells how often a thread computes a value over `axes`."""
+        if self.flat:
+            return bool(axes & self.parallel), self.fastest in axes
+        return (axes & self.indices) - self.parallel
 
     # -- names ---------------------------------------------------------------------------------------------------
     def temporary(self, hint: str) -> str:

@@ -6,6 +6,8 @@ of it, so that nothing is defined that nobody uses.
 
 from __future__ import annotations
 
+import re
+
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context
 from kgen.codegen.cuda.memory import storage_type
@@ -49,7 +51,7 @@ def host_source(program: Program) -> str:
 class _Emitter:
     def __init__(self, scheduled: Scheduled) -> None:
         self.ctx = Context(scheduled)
-        self.steps = scheduled.steps
+        self.steps = self.ctx.steps
         ctx = self.ctx
         self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed)
 
@@ -65,6 +67,8 @@ class _Emitter:
             head.append(("", None))
         ctx.constants["THREADS"] = (str(ctx.schedule.threads), "")
         lines = [*head, *body.items]
+        text = "\n".join(line for line, _ in body.items)
+        ctx.helpers |= {name for name in ("INFINITY", "NAN") if re.search(rf"\b{name}\b", text)}
         primitives, helpers = prelude(ctx.helpers, ctx.packs)
         dtypes = {a.dtype.name for a in ctx.args}
         source = render(
@@ -113,6 +117,7 @@ class _Emitter:
                 ctx.lines.span = s.span
                 accumulators[s.name] = declare(ctx, s)
         finished = dict(accumulators)
+        ctx.lines.gap()
         chunk = ctx.temporary(f"{step.axis}_chunk")
         extent, by = ctx.extent_constant(step.axis), ctx.chunk_constant(step.axis)
         ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()

@@ -36,6 +36,7 @@ class NestEmitter:
         self.plan = plan
         self.accumulators = accumulators
         self.rows: dict[str, str] = {}  # gathers of a whole row: the pointer to it
+        self.ranges: dict[str, str] = {}  # those that are not loaded in packs: whether the row is in range
         self.guards: dict[int, str] = {}
         self.in_block = False  # whether the statements of the current nest stand in a loop or condition of their own
 
@@ -109,9 +110,11 @@ class NestEmitter:
             return
         pack = self._pack(let)
         if pack is not None:
-            in_range = self._row(let) if _is_gather(let) else None
-            self._declare_pack(let, pack, nest, in_range)
-        elif let.name in self.plan.kept and (self.in_block or self._varies(let)):
+            self._declare_pack(let, pack, nest, self._row(let) if self._gathers_rows(let) else None)
+            return
+        if self._gathers_rows(let):
+            self.ranges[let.name] = self._row(let)
+        if let.name in self.plan.kept and (self.in_block or self._varies(let)):
             slots = ctx.looped_slots(nest.space)
             h = Holder(ctx.names[let.name], compute_type(let.value.dtype), slots, self._varies(let))
             ctx.holders[let.name] = h
@@ -135,13 +138,25 @@ class NestEmitter:
         assert isinstance(load, ir.Load)  # the caller looked
         ctx.lines.comment(let.span)
         values, ok = gather_subscripts(ctx, load)
-        in_range = ctx.names.fresh(f"{let.name}_in_range")
-        ctx.lines.add(f"const bool {in_range} = {ok};")
+        in_range = ctx.in_range.get(ok.text, "")
+        if not ctx.is_visible(f"#{in_range}"):
+            in_range = ctx.in_range[ok.text] = ctx.names.fresh(f"{let.name}_in_range")
+            ctx.lines.add(f"const bool {in_range} = {ok};")
+            ctx.visible[-1].add(f"#{in_range}")
         tensor = ctx.kernel.tensor(load.tensor)
         row = self.rows[let.name] = ctx.names.fresh(f"{load.tensor}_row")
         start = Address(ctx.names[tensor.name], outer_part(ctx, tensor, load.at, values))
         ctx.lines.add(f"const {storage_type(tensor.dtype)}* {row} = {start.pointer};")
         return in_range
+
+    def _gathers_rows(self, let: ir.Let) -> bool:
+        """Whether `let` loads a tile from a place that one value for the whole tile says."""
+        ctx = self.ctx
+        if not isinstance(let.value, ir.Load) or ctx.flat or not ctx.space(let):
+            return False
+        values = [s for s in let.value.at if not isinstance(s, Poly)]
+        tiles = ctx.indices - ctx.parallel
+        return bool(values) and not any(s.axes & tiles for s in values)
 
     def _varies(self, s: ir.Stmt) -> bool:
         """Whether `s` is done lane by lane."""
@@ -153,10 +168,8 @@ class NestEmitter:
         if isinstance(s, ir.Let):
             if not isinstance(s.value, ir.Load):
                 return None
-            tiles = frozenset(a.name for a in ctx.kernel.tiles)
-            for sub in s.value.at:
-                if not isinstance(sub, Poly) and (ctx.flat or sub.axes & tiles):
-                    return None
+            if _is_gather(s) and not self._gathers_rows(s):
+                return None
             return pack_of(ctx, ctx.kernel.tensor(s.value.tensor), s.value.at, self._lanes_of(s))
         return pack_of(ctx, ctx.kernel.tensor(s.tensor), s.at, self._lanes_of(s))
 
@@ -236,16 +249,21 @@ class NestEmitter:
             position = ctx.symbol(s.value.over[0]) if acc.at is not None else None
             ctx.lines.add(take(ctx, acc, where, value, position))
         elif isinstance(s.value, ir.Load):
-            self._define(s, self._element(s.value))
+            self._define(s, self._element(s, s.value))
         else:
             self._define(s, expression(s.value, ctx))
 
-    def _element(self, load: ir.Load) -> CExpr:
+    def _element(self, let: ir.Let, load: ir.Load) -> CExpr:
         """One element from memory."""
         ctx = self.ctx
         tensor = ctx.kernel.tensor(load.tensor)
         if all(isinstance(s, Poly) for s in load.at):
             return loaded(ctx, tensor.dtype, address(ctx, tensor, load.at, {}).element)
+        if let.name in self.ranges:
+            values = {i: CExpr("0", "int") for i, s in enumerate(load.at) if not isinstance(s, Poly)}
+            place = address(ctx, tensor, load.at, values, row=self.rows[let.name])
+            ok = CExpr(self.ranges[let.name], "bool")
+            return conditional(ok, loaded(ctx, tensor.dtype, place.element), missing_value(tensor.dtype))
         values, ok = gather_subscripts(ctx, load)
         element = loaded(ctx, tensor.dtype, address(ctx, tensor, load.at, values).element)
         return conditional(ok, element, missing_value(tensor.dtype))

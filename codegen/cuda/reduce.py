@@ -212,7 +212,8 @@ def _shuffle(ctx: Context, acc: Accumulator, where: str, ranges: list[_Bits]) ->
     for r in ranges:
         until = f"{bit} > 0" if r.low == 1 else f"{bit} >= {r.low}"
         if r.high == 2 * r.low:
-            _from_lane(ctx, acc, where, str(r.low))
+            with ctx.block("") if acc.at is not None else nullcontext():
+                _from_lane(ctx, acc, where, str(r.low))
             continue
         ctx.lines.add("#pragma unroll")
         with ctx.block(f"for (int {bit} = {r.high // 2}; {until}; {bit} /= 2)"):
@@ -224,7 +225,14 @@ def _from_lane(ctx: Context, acc: Accumulator, where: str, bit: str) -> None:
         value = f"(int){h.name}{where}" if h.type == "bool" else f"{h.name}{where}"
         return CExpr(f"__shfl_xor_sync(0xffffffff, {value}, {bit})", "int" if h.type == "bool" else h.type)
 
-    ctx.lines.add(take(ctx, acc, where, other(acc.holder), other(acc.at) if acc.at else None))
+    if acc.at is None:
+        ctx.lines.add(take(ctx, acc, where, other(acc.holder), None))
+        return
+    # Both are fetched before either changes.
+    x, i = ctx.temporary("x"), ctx.temporary("i")
+    ctx.lines.add(f"const {acc.holder.type} {x} = {other(acc.holder)};")
+    ctx.lines.add(f"const int {i} = {other(acc.at)};")
+    ctx.lines.add(take(ctx, acc, where, CExpr(x, acc.holder.type), CExpr(i, "int")))
 
 
 _SIZES = {"float": 4, "int": 4, "double": 8, "long long": 8, "bool": 1}

@@ -48,7 +48,8 @@ def common(a: str, b: str) -> str:
 def binary(op: str, a: CExpr, b: CExpr) -> CExpr:
     """`a op b` with the parentheses that it needs and no other."""
     level = _BINARY[op]
-    right = level if op in _ASSOCIATIVE else level + 1
+    whole = op == "+" and {a.type, b.type} <= {"int", "long long"}
+    right = level if op in _ASSOCIATIVE or whole else level + 1
     # `a - -b` and `a + -b` are read wrongly without the parentheses.
     right_text = f"({b})" if b.text.startswith("-") else b.at(right)
     result = "bool" if level in (REL, EQ, AND, OR) else common(a.type, b.type)
@@ -96,15 +97,14 @@ def floating(value: float, double: bool = False) -> CExpr:
     """A float or double literal: the shortest that reads back as the nearest value of the type."""
     type = "double" if double else "float"
     if math.isnan(value):
-        return CExpr("__longlong_as_double(0x7fffffffffffffffLL)" if double else "__int_as_float(0x7fffffff)", type)
+        return CExpr("NAN", type)
     if not double:
         try:
             value = struct.unpack("f", struct.pack("f", value))[0]
         except OverflowError:
             value = math.copysign(math.inf, value)
     if math.isinf(value):
-        inf = "__longlong_as_double(0x7ff0000000000000LL)" if double else "__int_as_float(0x7f800000)"
-        return CExpr(f"-{inf}" if value < 0 else inf, type, UNARY if value < 0 else PRIMARY)
+        return CExpr("-INFINITY", type, UNARY) if value < 0 else CExpr("INFINITY", type)
     text = repr(value) if double else _shortest_f32(value)
     if not any(c in text for c in ".e"):
         text += ".0"
@@ -180,7 +180,7 @@ class Lines:
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
         """`head {` ... `}` around what is added inside."""
-        self.add(f"{head} {{")
+        self.add(f"{head} {{".lstrip())
         self.forget()
         self.depth += 1
         yield
