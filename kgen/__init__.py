@@ -1,5 +1,74 @@
-"""kgen: a block-level kernel language and a generator that emits readable CUDA C and Triton kernels."""
+"""kgen: a block-level kernel language and a generator that emits readable CUDA C and Triton kernels.
 
+    import kgen
+    m = kgen.load("rms_norm.kdsl")
+    y = m.rms_norm(x, w)                      # on x's device; kgen.backends() lists what can run there
+    y = m.rms_norm(x, w, backend="triton")
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
-__version__ = _version("kgen")
+from kgen.dsl.diagnostics import DslError, KgenError
+
+if TYPE_CHECKING:
+    from kgen.runtime.errors import ArgumentError, BackendError
+    from kgen.runtime.kernel import Kernel
+    from kgen.runtime.loading import KernelModule, load, load_packaged, loads
+    from kgen.runtime.registry import BackendStatus, backend, backends, set_backend
+
+try:
+    __version__ = _version("kgen")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0.0.0+source"
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "BackendStatus",
+    "DslError",
+    "Kernel",
+    "KernelModule",
+    "KgenError",
+    "__version__",
+    "backend",
+    "backends",
+    "load",
+    "load_packaged",
+    "loads",
+    "set_backend",
+]
+
+# What needs torch is imported at its first use, so that `import kgen` and the tools that only read files start at once.
+_LAZY = {
+    "ArgumentError": "kgen.runtime.errors",
+    "BackendError": "kgen.runtime.errors",
+    "BackendStatus": "kgen.runtime.registry",
+    "Kernel": "kgen.runtime.kernel",
+    "KernelModule": "kgen.runtime.loading",
+    "backend": "kgen.runtime.registry",
+    "backends": "kgen.runtime.registry",
+    "load": "kgen.runtime.loading",
+    "load_packaged": "kgen.runtime.loading",
+    "loads": "kgen.runtime.loading",
+    "set_backend": "kgen.runtime.registry",
+}
+_SUBPACKAGES = ("codegen", "dsl", "ops", "runtime", "templates")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"kgen.{name}")
+    raise AttributeError(f"module 'kgen' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

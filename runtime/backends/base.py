@@ -1,0 +1,129 @@
+"""What an executor is: something that compiles a kernel for a class of calls and runs it on tensors."""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kgen.codegen.abi import grid_size
+from kgen.codegen.program import Arg, Program
+from kgen.codegen.torch_dtypes import rounded
+from kgen.dsl import ir
+from kgen.dsl.dtypes import BF16, DType
+from kgen.runtime.cache import Cache
+from kgen.runtime.errors import BackendError
+from kgen.runtime.layouts import Layout
+
+ScalarValue = float | int | bool
+
+# Runs the kernel once on tensors (in order of `ir.Kernel.tensors`, outputs last) and scalars (of `ir.Kernel.scalars`).
+Launch = Callable[[Sequence[torch.Tensor], Sequence[ScalarValue]], None]
+
+_GRID_LIMIT = 2**31 - 1
+
+
+class Built(ABC):
+    """A kernel compiled for one variant on one device: what a launch plan holds."""
+
+    program: Program | None = None
+
+    @abstractmethod
+    def prepare(self, layout: Layout) -> tuple[Launch, int]:
+        """How to run it on tensors of just this layout, and the number of programs (0 where that has no meaning)."""
+
+
+class Executor(ABC):
+    """One backend on one kind of device."""
+
+    name: str  # as in `kgen.backends()` and in events: "cuda", "cuda-host", ...
+    backend: str  # "cuda" | "triton" | "reference"
+    general: bool = False  # one build serves every layout
+
+    @abstractmethod
+    def why_unavailable(self, device: torch.device) -> str | None:
+        """None where it can run on `device`, else one sentence that says what is missing and what to install."""
+
+    @abstractmethod
+    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
+        """`kernel` compiled for `layout.variant`. `layout.kernel` is `kernel` with merged indices."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the pieces of a call go among the arguments of a compiled kernel.
+
+    `values` holds the run-time sizes and strides; `tensors` are pairs (position among the arguments, position among the
+    call's tensors), `scalars` likewise.
+    """
+
+    values: tuple[int, ...]
+    tensors: tuple[tuple[int, int], ...]
+    scalars: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(args: Sequence[Arg], layout: Layout) -> Slots:
+        """The slots of a kernel with the arguments `args`, for calls of this layout."""
+        tensor_at = {t.name: i for i, t in enumerate(layout.kernel.tensors)}
+        scalar_at = {s.name: i for i, s in enumerate(layout.kernel.scalars)}
+        return Slots(
+            tuple(layout.value(a) if a.kind in ("dim", "stride") else 0 for a in args),
+            tuple((i, tensor_at[a.name]) for i, a in enumerate(args) if a.kind == "tensor"),
+            tuple((i, scalar_at[a.name]) for i, a in enumerate(args) if a.kind == "scalar"),
+        )
+
+    def fill(self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> list[ScalarValue]:
+        """The arguments in order, tensors as addresses."""
+        out: list[ScalarValue] = list(self.values)
+        for i, k in self.tensors:
+            out[i] = tensors[k].data_ptr()
+        for i, k in self.scalars:
+            out[i] = scalars[k]
+        return out
+
+
+def programs(program: Program, layout: Layout) -> int:
+    """The size of the grid. Raises BackendError where no device could launch it."""
+    grid = grid_size(layout.kernel, layout.variant, program.schedule, layout.dims)
+    if grid > _GRID_LIMIT:
+        raise BackendError(
+            f"{layout.kernel.name}: {grid} programs are needed, and a device launches at most {_GRID_LIMIT}; "
+            f"split the call along its first dimension"
+        )
+    return grid
+
+
+_FORMATS = {"i8": "b", "u8": "B", "i16": "h", "i32": "i", "i64": "q", "f16": "e", "bf16": "H", "f32": "f", "f64": "d",
+            "bool": "?"}  # fmt: skip
+
+
+class Packer:
+    """Kernel arguments as bytes, laid out as a C compiler lays out a structure of them."""
+
+    def __init__(self, args: Sequence[Arg]) -> None:
+        codes = ["P" if a.kind == "tensor" else _FORMATS[a.dtype.name] for a in args]
+        self._struct = struct.Struct("@" + "".join(codes))
+        self._bf16 = tuple(i for i, a in enumerate(args) if a.kind == "scalar" and a.dtype == BF16)
+        self.size = self._struct.size
+        self.offsets = tuple(struct.calcsize("@" + "".join(codes[:i]) + f"0{codes[i]}") for i in range(len(codes)))
+
+    def pack_into(self, buffer: bytearray, values: list[ScalarValue]) -> None:
+        """Write `values` (pointers as integers) to `buffer`, which has at least `size` bytes."""
+        for i in self._bf16:
+            values[i] = bf16_bits(values[i])
+        self._struct.pack_into(buffer, 0, *values)
+
+
+def bf16_bits(value: ScalarValue) -> int:
+    """`value` rounded to bf16, as its 16 bits."""
+    return int(rounded(torch.tensor(float(value), dtype=torch.float64), BF16).view(torch.int16).item()) & 0xFFFF
+
+
+def round_scalar(value: ScalarValue, dtype: DType) -> ScalarValue:
+    """`value` rounded to its declared dtype, as any call would round it."""
+    if dtype.kind != "float" or dtype.bits == 64:
+        return value
+    return float(rounded(torch.tensor(float(value), dtype=torch.float64), dtype).item())

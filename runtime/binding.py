@@ -1,0 +1,249 @@
+"""The arguments of a call by name and position, and every way in which one of them can be wrong.
+
+`Binder` puts arguments in the order of the signature; it is on the path of every call. `examine` looks closely at the tensors
+and says what they specialise the kernel to; it runs once for each new signature of a call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from kgen.codegen.torch_dtypes import FROM_TORCH
+from kgen.dsl.check import ScalarParam, Signature, Specialization, TensorParam
+from kgen.dsl.dtypes import DTYPES, F32, DType
+from kgen.runtime.errors import ArgumentError
+
+ScalarValue = float | int | bool
+
+_INT_RANGE = {
+    d.name: (-(1 << (d.bits - 1)), (1 << (d.bits - 1)) - 1) if d.signed else (0, (1 << d.bits) - 1)
+    for d in DTYPES.values()
+    if d.kind == "int"
+}
+
+
+class Binder:
+    """How the arguments of a call of one kernel are put in order."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.names = tuple(p.name for p in signature.params)
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self._defaults = tuple(_default(p) for p in signature.params)
+        self._required = tuple(i for i, d in enumerate(self._defaults) if d is _MISSING)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """One value for each parameter, in order of the signature; None for an optional tensor that is not given.
+
+        Raises ArgumentError for too many, unknown, repeated and missing arguments.
+        """
+        n = len(self.names)
+        if len(args) > n:
+            self.fail(f"takes {n} argument{'s' * (n != 1)} ({', '.join(self.names)}), got {len(args)}")
+        values = [*args, *self._defaults[len(args) :]]
+        for name, value in kwargs.items():
+            i = self._index.get(name)
+            if i is None:
+                outputs = {t.name for t in self.signature.outputs}
+                hint = "pass outputs as out=" if name in outputs else f"it takes {', '.join(self.names)}"
+                self.fail(f"there is no argument '{name}'; {hint}")
+            if i < len(args):
+                self.fail(f"argument '{name}' is given twice, by position and by name")
+            values[i] = value
+        for i in self._required:
+            if values[i] is _MISSING:
+                missing = [f"'{name}'" for name, v in zip(self.names, values, strict=True) if v is _MISSING]
+                self.fail(f"missing argument{'s' * (len(missing) != 1)} {', '.join(missing)}")
+        return values
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise ArgumentError about this kernel."""
+        raise ArgumentError(f"{self.signature.name}: {problem}")
+
+
+_MISSING: Any = object()  # the default of an argument that must be given
+
+
+def _default(p: TensorParam | ScalarParam) -> Any:
+    if isinstance(p, TensorParam):
+        return None if p.optional else _MISSING
+    return _MISSING if p.default is None else p.default
+
+
+# ---- scalars -------------------------------------------------------------------------------------------------------
+
+
+def scalar_converter(kernel: str, name: str, dtype: DType) -> Callable[[Any], ScalarValue]:
+    """A function from what a caller may pass for scalar `name` to a Python value of `dtype`.
+
+    It takes Python and numpy numbers and CPU tensors with one element. It raises ArgumentError for anything else, for an integer
+    that does not fit, and for a GPU tensor, whose value only a synchronisation could tell.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1 or value.device.type != "cpu":
+                raise ArgumentError(
+                    f"{kernel}: scalar argument '{name}' must be a number, "
+                    f"got a tensor of shape {tuple(value.shape)} on {value.device}"
+                )
+            return value.item()
+        return value
+
+    def refuse(value: Any) -> NoReturn:
+        what = {"int": "an integer", "bool": "a bool"}.get(dtype.kind, "a number")
+        raise ArgumentError(f"{kernel}: scalar argument '{name}' must be {what} ({dtype}), got {_describe(value)}")
+
+    if dtype.kind == "bool":
+
+        def to_bool(value: Any) -> bool:
+            if value is True or value is False:
+                return value
+            value = plain(value)
+            if type(value).__name__ not in ("bool", "bool_"):
+                refuse(value)
+            return bool(value)
+
+        return to_bool
+
+    if dtype.kind == "int":
+        low, high = _INT_RANGE[dtype.name]
+
+        def to_int(value: Any) -> int:
+            if type(value) is not int:
+                value = plain(value)
+                try:
+                    value = operator.index(value)
+                except TypeError:
+                    refuse(value)
+            if not low <= value <= high:
+                raise ArgumentError(
+                    f"{kernel}: scalar argument '{name}' must fit {dtype} ({low} to {high}), got {value}"
+                )
+            return value
+
+        return to_int
+
+    largest = _LARGEST[dtype.name]
+
+    def to_float(value: Any) -> float:
+        if type(value) is not float:
+            value = plain(value)
+            try:
+                value = float(value) if not isinstance(value, str | bytes) else refuse(value)
+            except (TypeError, ValueError, OverflowError):
+                refuse(value)
+        # What rounds to infinity is infinity, on every executor.
+        return math.copysign(math.inf, value) if value >= largest or value <= -largest else value
+
+    return to_float
+
+
+# The least magnitude that rounds to infinity: the largest finite value and half a unit in its last place.
+_LARGEST = {"f16": 65520.0, "bf16": 3.3961775292304601e38, "f32": 3.4028235677973366e38, "f64": math.inf}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= 40 else f"a {type(value).__name__}"
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+
+
+def examine(
+    signature: Signature, values: Sequence[Any], out: Sequence[torch.Tensor] | None
+) -> tuple[Specialization, torch.device]:
+    """What the arguments of a call specialise the kernel to, and the device they are on.
+
+    `values` is in order of the signature, `out` in order of the outputs. Shapes are not looked at here. Raises
+    ArgumentError for what is no dense tensor of a dtype that the signature allows, and for tensors on several devices.
+    """
+    name = signature.name
+    dtypes: dict[str, DType] = {}
+    bound_by: dict[str, str] = {}
+    consts: dict[str, ScalarValue] = {}
+    present: set[str] = set()
+    places: dict[str, torch.device] = {}
+    given: list[tuple[TensorParam, Any]] = []
+    for p, value in zip(signature.params, values, strict=True):
+        if isinstance(p, TensorParam):
+            if value is not None or not p.optional:
+                given.append((p, value))
+        elif p.const:
+            if p.dtype not in DTYPES:
+                raise ArgumentError(f"{name}: const parameter '{p.name}' has dtype variable {p.dtype}; name a dtype")
+            consts[p.name] = scalar_converter(name, p.name, DTYPES[p.dtype])(value)
+    given += zip(signature.outputs, out or (), strict=False)
+    for p, value in given:
+        _check_kind(name, p, value)
+        dtype = FROM_TORCH.get(value.dtype)
+        if p.dtype in DTYPES:
+            if dtype is not DTYPES[p.dtype]:
+                raise ArgumentError(f"{name}: argument '{p.name}' must have dtype {p.dtype}, got {_dtype(value)}")
+        else:
+            allowed = signature.dtype_vars[p.dtype]
+            if dtype not in allowed:
+                listed = ", ".join(map(str, allowed))
+                raise ArgumentError(
+                    f"{name}: argument '{p.name}' has dtype {_dtype(value)}, but {p.dtype} stands for one of {listed}"
+                )
+            if dtypes.setdefault(p.dtype, dtype) is not dtype:
+                raise ArgumentError(
+                    f"{name}: argument '{p.name}' has dtype {dtype}, but {p.dtype} is {dtypes[p.dtype]} "
+                    f"by argument '{bound_by[p.dtype]}'"
+                )
+            bound_by.setdefault(p.dtype, p.name)
+        places[p.name] = value.device
+        if p.optional:
+            present.add(p.name)
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"'{n}' on {d}" for n, d in places.items())
+        raise ArgumentError(f"{name}: all tensors must be on one device, got {listed}")
+    for var, choices in signature.dtype_vars.items():
+        if var not in dtypes:
+            dtypes[var] = _unbound(signature, var, choices)
+    device = next(iter(places.values()), None)
+    if device is None:
+        raise ArgumentError(f"{name}: no tensor is given, so there is no device to run on; pass out=")
+    return Specialization(dtypes, consts, frozenset(present)), device
+
+
+def _check_kind(kernel: str, p: TensorParam, value: Any) -> None:
+    """Refuse what is not a plain strided tensor on a device that kernels run on."""
+    if not isinstance(value, torch.Tensor):
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise ArgumentError(f"{kernel}: argument '{p.name}' must be a torch.Tensor, got {kind}")
+    if value.layout != torch.strided:
+        raise ArgumentError(
+            f"{kernel}: argument '{p.name}' must be a dense tensor, got layout {value.layout}; use .to_dense()"
+        )
+    if value.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{kernel}: argument '{p.name}' must be on a CPU or CUDA device, got {value.device}")
+    own = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if own or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise ArgumentError(
+            f"{kernel}: argument '{p.name}' is a {type(value).__name__} that has no memory of its own; "
+            f"pass a plain torch.Tensor (for a distributed tensor its local part)"
+        )
+
+
+def _dtype(value: torch.Tensor) -> str:
+    found = FROM_TORCH.get(value.dtype)
+    return str(found) if found is not None else str(value.dtype)
+
+
+def _unbound(signature: Signature, var: str, choices: tuple[DType, ...]) -> DType:
+    """A dtype for a variable that no argument given has."""
+    if len(choices) > 1 and any(t.dtype == var for t in signature.outputs):
+        raise ArgumentError(
+            f"{signature.name}: the dtype {var} of an output follows from no argument that is given; pass out="
+        )
+    return F32 if F32 in choices else choices[0]

@@ -1,0 +1,71 @@
+"""What the runtime has done so far: counters and a hook, for tests and tools that must prove that a kernel really ran.
+
+Counted are `launch:<executor>` (one for each kernel execution, none for a call with nothing to do), `compile:<executor>`
+(a compiler was run), `load:<executor>` (a compiled kernel was taken from the disk cache) and `plan` (a launch plan was
+made). Executors are those of `kgen.backends()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One execution: which kernel, on which executor (such as "cuda-host") and device, and its number of programs.
+
+    `programs` is 0 for the reference, which does not divide the work.
+    """
+
+    kernel: str
+    executor: str
+    device: str
+    programs: int
+
+
+_lock = Lock()
+_counts: Counter[str] = Counter()
+_listeners: tuple[Callable[[Launch], None], ...] = ()
+
+
+def count(event: str, n: int = 1) -> None:
+    """Add `n` to the counter of `event`."""
+    with _lock:
+        _counts[event] += n
+
+
+def counts() -> Counter[str]:
+    """A copy of all counters of this process. An event that has not happened counts 0."""
+    with _lock:
+        return Counter(_counts)
+
+
+def launched(launch: Launch) -> None:
+    """Record one kernel execution."""
+    for listener in _listeners:
+        listener(launch)
+    count(f"launch:{launch.executor}")
+
+
+@contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """Collect the executions inside the `with` block, of all threads, in order.
+
+    >>> with launches() as seen:
+    ...     module.vec_add(a, b, backend="cuda")
+    >>> assert [l.executor for l in seen] == ["cuda-host"]
+    """
+    global _listeners
+    seen: list[Launch] = []
+    listener = seen.append
+    with _lock:
+        _listeners = (*_listeners, listener)
+    try:
+        yield seen
+    finally:
+        with _lock:
+            _listeners = tuple(each for each in _listeners if each is not listener)

@@ -1,0 +1,283 @@
+"""A kernel as a Python function on tensors.
+
+A warm call is one key, one dictionary hit and one launch; everything else happens once for each signature (`_prepare`) or
+once for each compiled variant (`kgen.runtime.plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from kgen.codegen.shapes import ShapeError, bind_dims, constants, full_shape, leading_shapes
+from kgen.codegen.torch_dtypes import TORCH
+from kgen.dsl import ast, ir
+from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, signature_of
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.runtime import events, registry
+from kgen.runtime.backends.base import Built, Executor
+from kgen.runtime.binding import Binder, examine, scalar_converter
+from kgen.runtime.cache import CACHE
+from kgen.runtime.errors import ArgumentError, BackendError
+from kgen.runtime.flight import SingleFlight
+from kgen.runtime.layouts import Layout, Memory, layout
+from kgen.runtime.overlap import meets_itself
+from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall
+
+# Exact signatures remembered by a kernel; beyond it all are forgotten, which costs each of them some 100 us once.
+MAX_READY = 4096
+
+
+class Kernel:
+    """One kernel of a `.kdsl` file, callable with torch tensors.
+
+    Arguments are those of the signature, by position or by name: inputs and scalars in order, `const` parameters among them.
+    An optional tensor that is not given is absent. The result is the output tensor, or the tuple of outputs; of a
+    kernel that has none, the tensors that it modifies.
+
+    Calls do not record gradients: inputs may require grad, outputs do not.
+    """
+
+    def __init__(self, module: ast.Module, name: str) -> None:
+        declared = next(k for k in module.kernels if k.name == name)
+        diagnostics = Diagnostics()
+        self.signature: Signature = signature_of(declared, diagnostics)
+        diagnostics.raise_if_errors()
+        self.module = module
+        self.name = self.__name__ = name
+        self.__doc__ = declared.doc or f"The kernel `{name}` of {module.path}."
+        self._binder = Binder(self.signature)
+        params = self.signature.params
+        self._tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
+        self._const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
+        self._scalar_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and not p.const)
+        self._inout = tuple(k for k, i in enumerate(self._tensor_at) if _role(params[i]) == "inout")
+        self._ready: dict[tuple[Any, ...], ReadyCall] = {}
+        self._plans: Plans = SingleFlight()
+        self._kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name} of {self.module.path}>"
+
+    # -- calling -------------------------------------------------------------------------------------------------
+    def __call__(
+        self,
+        *args: Any,
+        backend: str | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        check: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the kernel and return its output, or a tuple of them.
+
+        backend: `cuda`, `triton`, `reference` or `auto`; None takes what `kgen.backend` and its like say. On CPU tensors `cuda`
+            is the host executor and `triton` the Triton interpreter.
+        out: tensors to write instead of new ones, in order of the outputs; of any strides, sharing no memory with others.
+        check: first run the reference on the same arguments and raise CheckError at the first gather out of range.
+
+        Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run.
+        """
+        values = self._binder.bind(args, kwargs)
+        outs = self._outs(out) if out is not None else None
+        choice = registry.requested(backend)
+        try:
+            key = self._key(values, outs, choice)
+            ready = self._ready.get(key)
+        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+            # Something among the arguments is no plain tensor. _prepare finds out what and says it.
+            key, ready = None, None
+        if ready is None:
+            ready = self._prepare(values, outs, choice)
+            if key is not None:
+                if len(self._ready) >= MAX_READY:
+                    self._ready.clear()
+                self._ready[key] = ready
+        tensors = [t for i in self._tensor_at if (t := values[i]) is not None]
+        scalars = [convert(values[i]) for i, convert in ready.scalars]
+        if check:
+            self._check(values, outs, tensors, scalars)
+        results = ready.run(tensors, scalars, outs)
+        if not results:
+            results = [values[self._tensor_at[k]] for k in self._inout]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare(
+        self,
+        *args: Any,
+        backend: str | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> ReadyCall:
+        """What a call with these arguments would run, compiled but not run; its `.program` has the generated source."""
+        outs = self._outs(out) if out is not None else None
+        return self._prepare(self._binder.bind(args, kwargs), outs, registry.requested(backend))
+
+    def _outs(self, out: Any) -> tuple[torch.Tensor, ...]:
+        outs = (out,) if isinstance(out, torch.Tensor) else out
+        outputs = self.signature.outputs
+        if not isinstance(outs, list | tuple) or len(outs) != len(outputs):
+            names = ", ".join(t.name for t in outputs) or "none"
+            got = f"a {type(out).__name__}" if not isinstance(outs, list | tuple) else f"{len(outs)} tensors"
+            self._binder.fail(f"out= must be one tensor for each output ({names}), got {got}")
+        return tuple(outs)
+
+    def _key(self, values: Sequence[Any], outs: Sequence[Any] | None, choice: str) -> tuple[Any, ...]:
+        """All that a ready call depends on. Raises AttributeError, TypeError or RuntimeError for what is no plain tensor."""
+        key: list[Any] = [choice]
+        for i in self._tensor_at:
+            t = values[i]
+            if t is None:
+                key.append(None)
+                continue
+            if t.is_neg():  # a lazy sign, which the memory does not have
+                t = values[i] = self._resolved(i, t)  # type: ignore[index]  # a list, by Binder.bind
+            key += (type(t), t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15)
+        for i in self._const_at:
+            v = values[i]
+            # The type, as True == 1 == 1.0; the text of floats, as 0.0 == -0.0.
+            key += (type(v), repr(v) if isinstance(v, float) else v)
+        if outs is not None:
+            for t in outs:
+                key += (type(t), t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15, t.is_neg())
+        return tuple(key)
+
+    def _resolved(self, i: int, t: torch.Tensor) -> torch.Tensor:
+        p = self.signature.params[i]
+        if _role(p) == "inout":
+            self._binder.fail(f"argument '{p.name}' is a lazily negated view, which cannot be written in place")
+        return t.resolve_neg()
+
+    # -- once for each signature ---------------------------------------------------------------------------------
+    def specialize(self, spec: Specialization) -> ir.Kernel:
+        """The tile IR of this kernel for given dtypes, constants and optional tensors; made once for each."""
+        return self._kernels.get_or_build(_spec_key(spec), lambda: elaborate(self.module, self.name, spec))
+
+    def _prepare(self, values: Sequence[Any], outs: Sequence[Any] | None, choice: str) -> ReadyCall:
+        spec, device = examine(self.signature, values, outs)
+        executor = registry.resolve(choice, device)
+        kernel = self.specialize(spec)
+        given = {
+            p.name: v
+            for p, v in zip(self.signature.params, values, strict=True)
+            if isinstance(p, TensorParam) and v is not None
+        }
+        shapes = {name: tuple(t.shape) for name, t in given.items()}
+        if outs is not None:
+            shapes |= {p.name: tuple(t.shape) for p, t in zip(self.signature.outputs, outs, strict=True)}
+        dims, leading = self._bind_dims(kernel, shapes)
+        outputs = [t for t in kernel.tensors if t.role == "out"]
+        new = [(full_shape(t, dims, leading), TORCH[t.dtype]) for t in outputs]
+        if outs is not None:
+            given |= {t.name: x for t, x in zip(outputs, outs, strict=True)}
+        arguments = [self._argument(t, given.get(t.name), dims, leading) for t in kernel.tensors]
+        scalars = [
+            (i, scalar_converter(self.name, s.name, s.dtype))
+            for i, s in zip(self._scalar_at, kernel.scalars, strict=True)
+        ]
+        event = events.Launch(self.name, executor.name, str(device), 0)
+        if prod(max(0, a.extent.evaluate(dims)) for a in kernel.parallel) == 0:
+            # Nothing to launch. A sum over no programs is zero; any other output has no elements.
+            sums = {s.tensor for s in kernel.body if isinstance(s, ir.Accumulate)}
+            zeroed = [i for i, t in enumerate(outputs) if t.name in sums]
+            return ReadyCall(
+                self.name, device, arguments, new, scalars, None, None, event, zeroed, outs is not None
+            )
+        built, where = self._plan(kernel, spec, dims, arguments, given, executor, device)
+        launch, grid = built.prepare(where)
+        event = events.Launch(self.name, executor.name, str(device), grid)
+        return ReadyCall(
+            self.name, device, arguments, new, scalars, launch, built, event, (), outs is not None
+        )
+
+    def _bind_dims(
+        self, kernel: ir.Kernel, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        try:
+            return constants(kernel) | bind_dims(kernel, shapes), leading_shapes(kernel, shapes)
+        except ShapeError as error:
+            raise ArgumentError(str(error)) from None
+
+    def _argument(
+        self,
+        t: ir.Tensor,
+        given: torch.Tensor | None,
+        dims: Mapping[str, int],
+        leading: Mapping[str, tuple[int, ...]],
+    ) -> Argument:
+        if given is None:
+            shape = full_shape(t, dims, leading)
+            strides = torch.empty(shape, device="meta").stride()  # as torch will lay it out
+        else:
+            shape, strides = tuple(given.shape), given.stride()
+        written = t.role != "in"
+        if written and given is not None:
+            if given.is_neg():
+                self._binder.fail(f"argument '{t.name}' is a lazily negated view, which cannot be written")
+            if meets_itself(shape, strides):
+                self._binder.fail(
+                    f"argument '{t.name}' is written, but its elements share memory (strides {tuple(strides)})"
+                )
+        return Argument(t.name, shape, tuple(strides), t.dtype.itemsize, written)
+
+    def _plan(
+        self,
+        kernel: ir.Kernel,
+        spec: Specialization,
+        dims: Mapping[str, int],
+        arguments: Sequence[Argument],
+        given: Mapping[str, torch.Tensor],
+        executor: Executor,
+        device: torch.device,
+    ) -> tuple[Built, Layout]:
+        # Outputs that are still to be allocated are aligned: torch's allocators give 64 bytes and more.
+        residue = {name: t.data_ptr() % 16 for name, t in given.items()}
+        memory = {a.name: Memory(a.shape, a.strides, a.itemsize, residue.get(a.name, 0)) for a in arguments}
+        where = layout(kernel, dims, memory)
+        key = PlanKey(
+            _spec_key(spec),
+            () if executor.general else where.groups,
+            None if executor.general else where.variant,
+            device,
+            executor.name,
+        )
+
+        def build() -> Built:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    f"{self.name}: a first call with these dtypes and layouts must compile, which a CUDA graph capture "
+                    f"cannot record; call it once before the capture to warm up"
+                )
+            events.count("plan")
+            return executor.build(kernel, where, device, CACHE)
+
+        return self._plans.get_or_build(key, build), where
+
+    def _check(
+        self,
+        values: Sequence[Any],
+        outs: Sequence[Any] | None,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[Any],
+    ) -> None:
+        from kgen.runtime.checked import check_gathers  # only needed here
+
+        spec, _ = examine(self.signature, values, outs)
+        kernel = self.specialize(spec)
+        inputs = (t for t in kernel.tensors if t.role != "out")
+        check_gathers(
+            kernel,
+            {t.name: x for t, x in zip(inputs, tensors, strict=True)},
+            {s.name: v for s, v in zip(kernel.scalars, scalars, strict=True)},
+        )
+
+
+def _role(p: object) -> str:
+    return p.role if isinstance(p, TensorParam) else "scalar"
+
+
+def _spec_key(spec: Specialization) -> tuple[Any, ...]:
+    consts = tuple((n, type(v), repr(v)) for n, v in sorted(spec.consts.items()))
+    return (tuple(sorted((n, d.name) for n, d in spec.dtypes.items())), consts, spec.present)

@@ -1,0 +1,99 @@
+"""From a `.kdsl` file or text to callable kernels."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from kgen.dsl import ast
+from kgen.dsl.check import check_module
+from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.runtime.kernel import Kernel
+
+
+class KernelModule:
+    """The kernels of one file, as attributes (`module.rms_norm`) and by name (`module["rms_norm"]`); iterates over names."""
+
+    def __init__(self, module: ast.Module) -> None:
+        self.__name__ = Path(module.path).stem
+        self.__file__ = module.path
+        self.__doc__ = module.doc
+        self._ast = module
+        self._kernels = {k.name: Kernel(module, k.name) for k in module.kernels}
+
+    def __getitem__(self, name: str) -> Kernel:
+        """The kernel called `name`. Raises KeyError listing the names there are."""
+        try:
+            return self._kernels[name]
+        except KeyError:
+            raise KeyError(self._unknown(name)) from None
+
+    def __getattr__(self, name: str) -> Kernel:
+        # Only reached where there is no ordinary attribute; `_kernels` is missing while unpickling.
+        kernels = self.__dict__.get("_kernels", {})
+        if name in kernels:
+            return kernels[name]
+        raise AttributeError(self._unknown(name))
+
+    def _unknown(self, name: str) -> str:
+        names = list(self.__dict__.get("_kernels", {}))
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(names) or 'no kernels'}"
+        return f"{self.__dict__.get('__file__')} has no kernel '{name}'; {hint}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kernels)
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kernels
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._kernels]
+
+    def __repr__(self) -> str:
+        return f"<kernels {', '.join(self._kernels)} of {self.__file__}>"
+
+
+def load(path: str | os.PathLike[str]) -> KernelModule:
+    """The kernels of the file at `path`, which is checked as a whole.
+
+    Raises DslError with every mistake in it, KgenError where it cannot be read.
+    """
+    from kgen.dsl.modules import load as load_ast
+
+    try:
+        module = load_ast(Path(path))
+    except OSError as error:
+        raise KgenError(f"cannot read {os.fspath(path)}: {error.strerror or error}") from None
+    return _module(module)
+
+
+def loads(text: str, name: str = "<string>") -> KernelModule:
+    """The kernels of `text`; `name` stands for the file in messages. Imports are looked for in the current folder.
+
+    Raises DslError with every mistake.
+    """
+    from kgen.dsl.modules import loads as load_ast
+
+    return _module(load_ast(text, name))
+
+
+def _module(module: ast.Module) -> KernelModule:
+    diagnostics = Diagnostics()
+    check_module(module, diagnostics)
+    diagnostics.raise_if_errors()
+    return KernelModule(module)
+
+
+@functools.cache
+def load_packaged(name: str) -> KernelModule:
+    """The kernels of a file that comes with kgen, such as `rms_norm.kdsl`. Loaded once a process."""
+    with importlib.resources.as_file(importlib.resources.files("kgen.ops")) as folder:
+        return load(folder / name)
