@@ -1,12 +1,14 @@
-"""Bounds, races, coverage and in-place order on kernels as a user writes them: which are refused, and with which code."""
+"""Bounds, races, coverage and in-place order on kernels as a user writes them: which are refused, and by which code."""
 
 from __future__ import annotations
 
 import pytest
 
 from kgen.dsl.check import check_module
+from kgen.dsl.codes import Code
 from kgen.dsl.diagnostics import Diagnostic, Diagnostics
 from kgen.dsl.parser import parse_text
+from kgen.dsl.proofs.codes import PROOF_CODES
 
 
 def findings(source: str) -> list[Diagnostic]:
@@ -244,26 +246,26 @@ UNSOUND = {
         "K0407",
         kernel("x: T[N]) -> (y: f32[2 * N]", "parallel n in N", "y[n] = x[n]", "y[N + n] += x[n]"),
     ),
-    "read after store": ("K0501", kernel("y: inout T[N]) -> (z: T[N]", "parallel n in N", "y[n] = 1.0", "z[n] = y[n]")),
+    "read after store": ("K0411", kernel("y: inout T[N]) -> (z: T[N]", "parallel n in N", "y[n] = 1.0", "z[n] = y[n]")),
     "swap without names": (
-        "K0501",
+        "K0411",
         kernel("y: inout T[M, 2]", "parallel m in M", "y[m, 0] = y[m, 1]", "y[m, 1] = y[m, 0]"),
     ),
     "other program's element": (
-        "K0502",
+        "K0412",
         kernel("y: inout T[N]", "parallel n in N", "y[n] = y[N - 1 - n]"),
     ),
-    "next row": ("K0502", kernel("y: inout T[M + 1, N]", "parallel m in M", "tile n in N", "y[m, n] = y[m + 1, n]")),
+    "next row": ("K0412", kernel("y: inout T[M + 1, N]", "parallel m in M", "tile n in N", "y[m, n] = y[m + 1, n]")),
     "first row": (
-        "K0502",
+        "K0412",
         kernel("y: inout T[M, N]", "parallel m in M", "tile n in N", "y[m, n] = y[m, n] - y[0, n]"),
     ),
     "gathered row": (
-        "K0502",
+        "K0412",
         kernel("y: inout T[M, N], p: i64[M]", "parallel m in M", "tile n in N", "y[m, n] = y[p[m], n]"),
     ),
     "gather along a parallel index": (
-        "K0502",
+        "K0412",
         kernel("y: inout T[M, N], p: i64[M, N]", "parallel m in M, n in N", "y[m, n] = y[m, p[m, n]]"),
     ),
 }
@@ -275,3 +277,11 @@ def test_unsound_kernels_are_refused(name: str) -> None:
     found = findings(source)
     assert [f.code for f in found] == [code], "\n\n".join(f.render() for f in found)
     assert found[0].help
+
+
+@pytest.mark.parametrize("code", PROOF_CODES, ids=lambda c: c.code)
+def test_code_examples(code: Code) -> None:
+    wrong = findings(code.wrong)
+    assert {d.code for d in wrong} == {code.code}, "\n".join(d.render() for d in wrong)
+    right = findings(code.right)
+    assert not right, "\n".join(d.render() for d in right)

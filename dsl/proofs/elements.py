@@ -28,7 +28,7 @@ class Prover:
         self._extents = {a.name: a.extent for a in kernel.axes}
         self._parallel = frozenset(a.name for a in kernel.parallel)
         self._subscripts = tuple(dict.fromkeys(p for at in _all_subscripts(kernel) for p in at if isinstance(p, Poly)))
-        self._cache: dict[tuple[frozenset[str], bool], Facts] = {}
+        self._cache: dict[tuple[frozenset[str], bool, frozenset[Poly]], Facts] = {}
 
     def axes(self, *subscripts: Subscripts) -> frozenset[str]:
         """The indices that occur in affine subscripts."""
@@ -38,11 +38,13 @@ class Prover:
     def facts(self, *subscripts: Subscripts, paired: bool = False, extra: Iterable[str] = ()) -> Facts:
         """What holds where all of these are used (and where the indices `extra` have a value)."""
         scope = self._parallel | self.axes(*subscripts) | frozenset(extra)
-        key = (scope, paired)
+        own = {p for at in subscripts for p in at if isinstance(p, Poly)}
+        key = (scope, paired, frozenset(own.difference(self._subscripts)))
         if key not in self._cache:
             indices = {a.name: a.extent for a in self.kernel.axes if a.name in scope}
             outside = self._extents.keys() - scope
             about = [p for p in self._subscripts if not p.symbols & outside]
+            about += sorted(key[2], key=str)
             self._cache[key] = Facts(self.kernel, indices, about, paired=paired)
         return self._cache[key]
 

@@ -17,7 +17,7 @@ Write = ir.Store | ir.Accumulate
 
 
 def check_inplace(prover: Prover, diagnostics: Diagnostics) -> None:
-    """Report K0501 (a load after a store) and K0502 (a load of what another program may overwrite)."""
+    """Report K0411 (a load after a store) and K0412 (a load of what another program may overwrite)."""
     kernel = prover.kernel
     for tensor in kernel.tensors:
         if tensor.role != "inout":
@@ -27,7 +27,7 @@ def check_inplace(prover: Prover, diagnostics: Diagnostics) -> None:
             earlier = next((s for s in writes if kernel.body.index(s) < position), None)
             if earlier is not None:
                 diagnostics.error(
-                    "K0501",
+                    "K0411",
                     f"'{tensor.name}' is read after it has been overwritten",
                     load.span,
                     help=f"read it into a name before the store: old = {load.span.text or tensor.name + '[...]'}",
@@ -90,7 +90,7 @@ def _check_own_program(prover: Prover, load: ir.Load, s: Write, diagnostics: Dia
     names = ", ".join(sorted(set(parallel) - prover.same_where_equal(load.at, s.at, parallel)))
     written = f"{s.tensor}[{', '.join(map(str, s.at))}]"
     diagnostics.error(
-        "K0502",
+        "K0412",
         f"this may read an element of '{s.tensor}' that another program has overwritten",
         load.span,
         label=f"a program with another {names} may have stored {written} already",

@@ -75,11 +75,13 @@ class Facts:
         self._varying: set[str] = set(indices)  # everything that depends on an index
         self._primed: frozenset[str] = frozenset()
         self._divisions: list[_Division] = []
+        self._atoms: dict[tuple[Poly, Poly], _Division] = {}  # by numerator and denominator as the user wrote them
         self._memo: dict[Poly, bool] = {}
         self._fresh = 0
 
         extents = list(indices.values())
         everything = [*about, *extents, *shapes, *sides]
+        self._use_divisibility(all_requires)
         self._split_by_common_divisors(everything, without=indices)
         # A caller's condition that divides by G has been evaluated, so G is not 0.
         for p in sides:
@@ -138,8 +140,11 @@ class Facts:
                 if isinstance(atom, Sym):
                     factor = Poly.sym(atom.name)
                 else:
-                    division = self._divide(self.normalise(atom.num), self.normalise(atom.den))
-                    factor = division.quotient if isinstance(atom, FloorDiv) else division.remainder
+                    division = self._atoms.get((atom.num, atom.den))
+                    if division is None:
+                        division = self._divide(self.normalise(atom.num), self.normalise(atom.den))
+                        self._atoms[atom.num, atom.den] = division
+                    factor = self._resolve(division.quotient if isinstance(atom, FloorDiv) else division.remainder)
                 value = value * factor
             total = total + value
         # A later division may have replaced a variable of an earlier one.
@@ -258,6 +263,19 @@ class Facts:
         if name not in self._signed:
             self._assume(value)
 
+    def _use_divisibility(self, requires: Iterable[ir.Requirement]) -> None:
+        """Write each name that is required to be a multiple of constants as L*q, L their common multiple."""
+        multiples: dict[str, int] = {}
+        for r in requires:
+            for side, other in ((r.left, r.right), (r.right, r.left)):
+                for num, den in divisions(side):
+                    name = num.as_symbol
+                    if r.op == "==" and not other.terms and side == num.mod(den) and name and den.is_constant:
+                        multiples[name] = lcm(multiples.get(name, 1), den.constant)
+        for name, common in sorted(multiples.items()):
+            if common:
+                self._define(name, self._new(name) * common)
+
     def _split_by_common_divisors(
         self, polys: Iterable[Poly], *, without: Container[str] = (), only: Container[str] | None = None
     ) -> None:
@@ -301,6 +319,7 @@ class Facts:
 
     def _split(self, num: Poly, den: Poly) -> _Division:
         """Introduce num == den*q + r. A variable `num` is replaced by that; for a sum it is an equality."""
+        self._refuse_if_paired(num, den)
         q, r = self._new("q"), self._new("r")
         q_name, r_name = str(q), str(r)
         division = _Division(num, den, q, r)
@@ -332,6 +351,7 @@ class Facts:
 
     def _opaque(self, num: Poly, den: Poly) -> _Division:
         """A division about which nothing is known."""
+        self._refuse_if_paired(num, den)
         q, r = self._new("q"), self._new("r")
         names = q.symbols | r.symbols
         self._signed |= names
@@ -339,6 +359,11 @@ class Facts:
             self._varying |= names
         self._divisions.append(_Division(num, den, q, r))
         return self._divisions[-1]
+
+    def _refuse_if_paired(self, num: Poly, den: Poly) -> None:
+        """A division that comes after the second copies were made would have none, and be taken for a constant."""
+        if self._primed and (num.symbols | den.symbols) & self._varying:
+            raise ValueError(f"({num}) // ({den}) was not among the polynomials that these facts are about")
 
     def _pair(self) -> None:
         """Add a second copy of every variable that depends on an index, with copies of the facts about it."""

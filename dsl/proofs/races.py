@@ -7,6 +7,7 @@ checker's question; whether in-place reads come in time is `inplace`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 from kgen.dsl import ir
@@ -123,38 +124,51 @@ def _check_pairs(prover: Prover, writes: list[Write], diagnostics: Diagnostics) 
         return
 
 
-def _check_coverage(prover: Prover, tensor: ir.Tensor, writes: list[Write], diagnostics: Diagnostics) -> None:
-    """All elements are written if as many are as there are: no element is written twice, and none outside."""
-    kernel = prover.kernel
-    extents = [[kernel.axis(n).extent for n in sorted(prover.axes(s.at))] for s in writes]
-    total = _product(tensor.shape)
-    count = sum((_product(e) for e in extents), Poly.const(0))
+def covered(prover: Prover, tensor: ir.Tensor, writes: Sequence[Write], extra: Sequence[ir.Requirement] = ()) -> bool:
+    """Whether `writes` reach all of `tensor`, given that each is in bounds and none writes an element twice.
+
+    Then it is enough that they write as many elements as there are. An extent below 0 would be counted wrongly, so
+    all are shown to be at least 0.
+    """
+    extents = _extents(prover, writes)
     everything = [*tensor.shape, *(x for e in extents for x in e)]
+    facts = Facts(prover.kernel, {}, everything, requires=extra)
+    return all(facts.prove_nonneg(x) for e in extents for x in e) and facts.prove_equal(
+        _count(extents), _product(tensor.shape)
+    )
 
-    def covered(*extra: ir.Requirement) -> bool:
-        facts = Facts(kernel, {}, everything, requires=extra)
-        return all(facts.prove_nonneg(x) for e in extents for x in e) and facts.prove_equal(count, total)
 
-    if covered():
+def _extents(prover: Prover, writes: Sequence[Write]) -> list[list[Poly]]:
+    """For each store, how far each index in its target runs."""
+    return [[prover.kernel.axis(n).extent for n in sorted(prover.axes(s.at))] for s in writes]
+
+
+def _check_coverage(prover: Prover, tensor: ir.Tensor, writes: Sequence[Write], diagnostics: Diagnostics) -> None:
+    if covered(prover, tensor, writes):
         return
+    extents = _extents(prover, writes)
     help = f"add a store for the rest of '{tensor.name}'"
-    candidates = divisibility(everything)
+    candidates = divisibility([*tensor.shape, *(x for e in extents for x in e)])
     if len(writes) == 1:
         candidates += [relation("==", x, n) for x, n in zip(extents[0], tensor.shape, strict=False) if x != n]
     for condition in candidates:
-        if can_hold(condition) and covered(condition):
+        if can_hold(condition) and covered(prover, tensor, writes, [condition]):
             help = f"add `{describe(condition)}`, or a store for the rest"
             break
     diagnostics.error(
         "K0406",
         f"output '{tensor.name}' is not shown to be written everywhere",
         writes[-1].span,
-        label=f"{count} of {total} elements",
+        label=f"{_count(extents)} of {_product(tensor.shape)} elements",
         help=help,
     )
 
 
-def _product(factors: list[Poly] | tuple[Poly, ...]) -> Poly:
+def _count(extents: Sequence[Sequence[Poly]]) -> Poly:
+    return sum((_product(e) for e in extents), Poly.const(0))
+
+
+def _product(factors: Sequence[Poly]) -> Poly:
     result = Poly.const(1)
     for f in factors:
         result = result * f
