@@ -20,6 +20,7 @@ from kgen.codegen.program import Arg, Program
 from kgen.codegen.schedule import Loop, Scheduled, ScheduleError, Step
 from kgen.codegen.templating import render
 from kgen.dsl import ir
+from kgen.dsl.dtypes import BOOL
 from kgen.dsl.source import Span
 
 _BEGIN = "// ---- device primitives ----"
@@ -184,7 +185,7 @@ class _Emitter:
         if a.kind == "tensor":
             const = "const " if ctx.kernel.tensor(a.name).role == "in" else ""
             return f"{const}{storage_type(a.dtype)}* __restrict__ {ctx.param('tensor', a.name)}"
-        type = storage_type(a.dtype)
+        type = "bool" if a.dtype == BOOL else storage_type(a.dtype)
         return f"{type} {ctx.param(a.kind, a.name, a.axis, a.part)}"
 
     def _header(self) -> list[str]:

@@ -121,8 +121,6 @@ def _rows(ctx: Context) -> str:
 
 def _row_index(ctx: Context, rows: int) -> list[str]:
     """The row of a row kernel and its parallel indices. Rows beyond the last repeat it, but store nothing."""
-    if not ctx.parallel:
-        return []
     type, p = ctx.index_type, ctx.temporary("p")
     single = ctx.kernel.parallel[0].name if len(ctx.kernel.parallel) == 1 else None
     if rows == 1:
@@ -131,7 +129,7 @@ def _row_index(ctx: Context, rows: int) -> list[str]:
     else:
         points, first = ctx.rows_total(), ctx.names.fresh("first_p")
         row = CExpr(ctx.thread(ctx.layout.row.digit), "int")
-        if not points.text.isidentifier():
+        if not points.text.isalnum():
             ctx.prologue.add("#points")
             points = CExpr(ctx.temporary("points"), type)
         live = ctx.temporary("live")
@@ -140,8 +138,10 @@ def _row_index(ctx: Context, rows: int) -> list[str]:
             f"const bool {live} = {first} < {points};",
         ]
         start = CExpr(f"{live} ? {first} : {points} - 1", type, COND)
+    if not ctx.prologue & ctx.parallel:
+        return out
     if single is not None:
-        return [*out, f"const {type} {ctx.names[single]} = {start};"] if single in ctx.prologue else out
+        return [*out, f"const {type} {ctx.names[single]} = {start};"]
     return [*out, f"const {type} {p} = {start};", *_split(ctx, CExpr(p, type), ctx.prologue)]
 
 

@@ -15,7 +15,7 @@ from kgen.codegen.cuda.text import (
     cast,
     compute_type,
 )
-from kgen.codegen.layout import access_width
+from kgen.codegen.layout import access_width, contiguous
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import BF16, BOOL, F16, F32, F64, DType
@@ -48,6 +48,8 @@ def pack_of(ctx: Context, tensor: ir.Tensor, at: At, lane_axis: str | None) -> P
     lanes = ctx.axis(lane_axis).vector
     axis = ctx.fastest if lane_axis == ROW else lane_axis
     assert axis is not None  # a lane axis has a name, or is the row index of a kernel with parallel indices
+    if not contiguous(tensor, at, axis, ctx.variant):
+        return None
     width = access_width(tensor, at, axis, lanes, ctx.variant) * tensor.dtype.itemsize
     return Pack(tensor.dtype, lanes, width) if width >= 4 else None
 
