@@ -18,19 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from math import gcd, lcm
 
 from kgen.dsl import ir
 from kgen.dsl.affine import FloorDiv, Mod, Monomial, Poly, Sym
-from kgen.dsl.proofs.simplex import maximise
+from kgen.dsl.proofs.combine import is_combination
 
 ZERO, ONE = Poly.const(0), Poly.const(1)
 
 # Divisors of one name are brought to a common multiple (D // 2 and D // 4 to 4) as long as it stays this small.
 MAX_COMMON_DIVISOR = 1 << 16
-# Products of facts that a proof may use: enough for three dimensions in a subscript, few enough to take milliseconds.
-MAX_PRODUCTS = 160
 
 
 @dataclass
@@ -401,55 +398,9 @@ class Facts:
         return self._combine(p)
 
     def _combine(self, p: Poly) -> bool:
-        """Whether p is a bound above -1 plus a non-negative combination of products of facts."""
-        wanted = {mono: c for mono, c in p.terms if mono}
-        known = set(wanted)
-        columns: list[dict[Monomial, int]] = []
-        seen: set[Poly] = set()
-
-        def add(product: Poly, *, both: bool = False) -> None:
-            if product in seen or not product.terms or len(columns) >= MAX_PRODUCTS:
-                return
-            seen.add(product)
-            terms = dict(product.terms)
-            known.update(m for m in terms if m)
-            columns.append(terms)
-            if both:
-                columns.append({m: -c for m, c in terms.items()})
-
         related = p.symbols.union(*(e.symbols for e in (*self._equal, *self._facts)))
         ranges = [self._box[v] - Poly.sym(v) for v in sorted(related & self._box.keys())]
-        facts = [*self._facts, *ranges]
-        for _ in range(2):
-            targets = sorted(known, key=str)
-            for f, both in [(f, False) for f in facts] + [(e, True) for e in self._equal]:
-                for factor in _factors(f, targets):
-                    if both or not (factor.symbols & self._signed):
-                        add(f * factor, both=both)
-        degree = max(len(m) for m in wanted)
-        for i, f in enumerate(facts):
-            for g in facts[i:]:
-                product = f * g
-                if max((len(m) for m, _ in product.terms), default=0) <= degree and any(
-                    m in known for m, _ in product.terms if m
-                ):
-                    add(product)
-        monos = sorted(known, key=str)
-        row = {m: i for i, m in enumerate(monos)}
-        rows: list[dict[int, int]] = [{} for _ in monos]
-        objective: dict[int, int] = {}
-        for j, terms in enumerate(columns):
-            for mono, c in terms.items():
-                if mono:
-                    rows[row[mono]][j] = c
-                else:
-                    objective[j] = -c
-        column = len(columns)
-        for mono in monos:
-            if not any(isinstance(a, Sym) and a.name in self._signed for a in mono):
-                rows[row[mono]][column] = 1
-                column += 1
-        return maximise(rows, [wanted.get(m, 0) for m in monos], objective, Fraction(-1 - p.constant))
+        return is_combination(p, [*self._facts, *ranges], self._equal, self._signed)
 
 
 def divisions(p: Poly) -> Iterator[tuple[Poly, Poly]]:
@@ -492,20 +443,3 @@ def _multiples(num: Poly, den: Poly) -> tuple[Poly, Poly]:
             break
         whole, rest = whole + q, rest - den * q
     return whole, rest
-
-
-def _factors(f: Poly, targets: Iterable[Monomial]) -> Iterator[Poly]:
-    """1 and the monomials by which a term of `f` must be multiplied to become one of `targets`."""
-    yield ONE
-    for mono, _ in f.terms:
-        if not mono:
-            continue
-        for target in targets:
-            left = list(target)
-            for atom in mono:
-                if atom not in left:
-                    break
-                left.remove(atom)
-            else:
-                if left:
-                    yield Poly(((tuple(left), 1),))
