@@ -211,7 +211,7 @@ class _Analysis(Executor[Enclosure]):
     # -- outputs -------------------------------------------------------------------------------------------------
     def store(self, s: ir.Store, v: Enclosure) -> None:
         dtype = self.kernel.tensor(s.tensor).dtype
-        self.block.write(self.errors[s.tensor], s.at, _stored(v, dtype).error)
+        self.block.write(self.errors[s.tensor], s.at, _allowed(v, dtype))
 
     def accumulate(self, s: ir.Accumulate, v: Enclosure) -> None:
         over = [self.block.position(a) for a in s.over]
@@ -238,7 +238,7 @@ class _Analysis(Executor[Enclosure]):
                 count += 1
             dtype = adds[0].value.dtype
             gamma = _gamma(self.accumulate_depth(count), 4 * U64 if dtype == F64 else U32)
-            self.errors[name] = _stored(_added_up(planes, gamma, dtype), t.dtype).error
+            self.errors[name] = _allowed(_added_up(planes, gamma, dtype), t.dtype)
         return {t.name: self.errors[t.name].reshape(self.full_shape(t)) for t in self.outputs}
 
 
@@ -271,6 +271,19 @@ def _stored(v: Enclosure, dtype: DType) -> Enclosure:
         low, high = (to_integer(end, dtype) for end in v.ends)
         return Enclosure(to_integer(v.v, dtype), unsure=(low != high) | torch.isinf(v.error))
     return v
+
+
+def _allowed(v: Enclosure, dtype: DType) -> torch.Tensor:
+    """The allowed distance of `v` stored as `dtype`.
+
+    A result that is rounded to nearest may use up all of it, so the float64 reference's own last bits, which vary with
+    the device and the cut of the index space, need room too.
+    """
+    out = _stored(v, dtype)
+    if not out.is_float or dtype == F64:
+        return out.error
+    noise = torch.where((out.error > 0) & out.v.isfinite(), 2.0**-44 * out.v.abs(), 0.0)
+    return out.error + noise
 
 
 def _sum(v: Enclosure, over: list[int], dtype: DType, depth: int) -> Enclosure:
@@ -311,10 +324,11 @@ def _prod(v: Enclosure, over: list[int], dtype: DType, depth: int) -> Enclosure:
     certain = ~total.isfinite() & (reduce_tensor("sum", v.error, over, torch.float64) == 0)
     lo, hi = out.ends
     out = Enclosure(total, torch.where(certain, total, lo), torch.where(certain, total, hi))
-    # Partial products may overflow or lose digits to underflow in some order though the whole does not.
+    # Partial products may overflow, or lose digits to underflow, in some order though the whole does not; and then
+    # meet a 0 or an infinity, which makes NaN.
     peak = reduce_tensor("prod", v.v.abs().clamp(min=1.0), over, torch.float64)
     dip = reduce_tensor("prod", v.v.abs().clamp(max=1.0), over, torch.float64)
-    unstable = ((peak > MAX32) | (dip < TINY)) & total.isfinite() & (total != 0)
+    unstable = ((peak > MAX32) & total.isfinite()) | ((dip < TINY) & (total != 0) & ~torch.isnan(total))
     return out if dtype == F64 or depth == 0 else free(out, unstable)
 
 
