@@ -22,8 +22,8 @@ def kernel_args(kernel: ir.Kernel, variant: Variant) -> tuple[Arg, ...]:
 
     Left out are tensors that no live statement touches, dimensions that are compile-time or do not occur, and
     strides that are 1 by proof or whose subscript is always 0. A stride is i64 where a parallel index or
-    a gathered value moves along it, i32 where only tile indices do (i64 too in a `wide` variant). A dimension of the row index is
-    i32 (i64 if `wide`), any other i64.
+    a gathered value moves along it, i32 where only tile indices do (i64 too in a `wide` variant).
+    A dimension of the row index is i32 (i64 if `wide`), any other i64.
     """
     normal = normalize(kernel, variant)
     uses = _Uses.of(normal)

@@ -13,6 +13,7 @@ from math import prod
 from kgen.codegen import ladders
 from kgen.codegen.layout import (
     Layout,
+    access_width,
     accesses,
     ceil_power,
     floor_power,
@@ -21,7 +22,8 @@ from kgen.codegen.layout import (
     vector_axis,
     vector_limit,
 )
-from kgen.codegen.phases import phases, refs, statement_axes
+from kgen.codegen.normalize import statement_axes
+from kgen.codegen.phases import phases, refs
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
@@ -36,20 +38,20 @@ def choose(
     """
     if backend == "triton":
         schedule = _triton_row(kernel) if kernel.tiles else _triton_flat()
-        least = 1
     else:
         schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant)
-        least = 32 // max(1, schedule.threads // schedule.rows)
-    if kernel.tiles and rows_hint is not None:
-        return _spread(schedule, backend, rows_hint, num_sms, least)
-    return schedule
+    return schedule if rows_hint is None else _spread(kernel, schedule, backend, rows_hint, num_sms)
 
 
-def _spread(schedule: Schedule, backend: str, rows: int, num_sms: int, least: int) -> Schedule:
-    """Fewer rows a program while there are multiprocessors without one, at least `least` (a warp's worth)."""
-    while schedule.rows > max(1, least) and -(-rows // schedule.rows) < num_sms:
-        threads = schedule.threads // 2 if backend == "cuda" else schedule.threads
-        schedule = replace(schedule, rows=schedule.rows // 2, threads=threads)
+def _spread(kernel: ir.Kernel, schedule: Schedule, backend: str, rows: int, num_sms: int) -> Schedule:
+    """Fewer rows a program while there are multiprocessors without one."""
+    while schedule.rows > 1 and -(-rows // schedule.rows) < num_sms:
+        fewer = replace(schedule, rows=schedule.rows // 2)
+        if backend == "cuda" and (kernel.tiles or fewer.rows < fewer.threads * fewer.vector):
+            fewer = replace(fewer, threads=fewer.threads // 2)
+        if fewer.threads < 32:
+            break
+        schedule = fewer
     return schedule
 
 
@@ -145,7 +147,7 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
     for access in accesses(kernel):
         size = prod(e for a, e in extents.items() if a in access.axes) * access.tensor.dtype.itemsize
         found.setdefault(access.tensor.name, {})[str(access.at)] = size
-    return max(sum(sizes.values()) for sizes in found.values())
+    return max((sum(sizes.values()) for sizes in found.values()), default=0)
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------
@@ -154,13 +156,33 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
 def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
     steps = phases(kernel, schedule)
     budget = ladders.ROW_REGISTERS[schedule.threads]
-    return tile_registers(kernel, steps, layout(kernel, variant, schedule)) <= budget
+    return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= budget
 
 
-def tile_registers(kernel: ir.Kernel, steps: tuple[Step, ...], lay: Layout) -> int:
+def refuse_oversize(
+    kernel: ir.Kernel, variant: Variant, backend: str, schedule: Schedule, steps: tuple[Step, ...]
+) -> None:
+    """Raise `ScheduleError` where a program would hold far more than the backend can compile."""
+    if not kernel.tiles:
+        return
+    if backend == "triton":
+        extents = {a: ceil_power(e) for a, e in held(kernel, schedule).items()}
+        size, most, what = _block(kernel, extents) * schedule.rows, ladders.TRITON_LARGEST, "elements a program"
+    else:
+        size = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule))
+        most, what = ladders.REGISTERS_LARGEST, "registers a thread"
+    if size > most:
+        raise ScheduleError(
+            f"{kernel.name}: its tiles need {size} {what} on {backend}, more than {most}; "
+            f"spread one of {', '.join(a.name for a in kernel.tiles)} over programs, or reduce fewer together"
+        )
+
+
+def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
     """About how many 32-bit registers a thread fills with tiles at the worst point.
 
-    A load counts as it lies in memory, packed; a value that is used once is taken to be computed where it is used.
+    A load counts as it lies in memory, packed, or a register an element where elements come one by one; a value that is
+    used once is taken to be computed where it is used.
     """
     used: dict[str, int] = {}
     for s in kernel.body:
@@ -179,7 +201,7 @@ def tile_registers(kernel: ir.Kernel, steps: tuple[Step, ...], lay: Layout) -> i
             if isinstance(s, ir.Let):
                 key = (s.name, i)
                 where[s.name], first[key], last[key] = i, at, at
-                size[key] = _registers(kernel, s, lay, used.get(s.name, 0))
+                size[key] = _registers(kernel, variant, s, lay, used.get(s.name, 0))
             at += 1
         if isinstance(step, Loop):
             # Accumulators are carried through the whole pass.
@@ -192,10 +214,13 @@ def tile_registers(kernel: ir.Kernel, steps: tuple[Step, ...], lay: Layout) -> i
     )
 
 
-def _registers(kernel: ir.Kernel, s: ir.Let, lay: Layout, uses: int) -> int:
+def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses: int) -> int:
     elements = lay.elements(s.value.axes)
     if isinstance(s.value, ir.Load):
-        return -(-elements * kernel.tensor(s.value.tensor).dtype.itemsize // 4)
+        tensor = kernel.tensor(s.value.tensor)
+        size = tensor.dtype.itemsize
+        width = max([access_width(tensor, s.value.at, a.name, a.vector, variant) for a in lay.axes], default=1)
+        return -(-elements * size // 4) if width * size >= 4 else elements
     if uses == 1 and not isinstance(s.value, ir.Reduce):
         return 0
     return elements * max(1, s.value.dtype.bits // 32)
@@ -226,4 +251,6 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
 
 def _block(kernel: ir.Kernel, extents: dict[str, int]) -> int:
     """Elements of the largest block of one row."""
-    return max(prod(e for a, e in extents.items() if a in axes) for axes in map(statement_axes, kernel.body))
+    return max(
+        (prod(e for a, e in extents.items() if a in axes) for axes in map(statement_axes, kernel.body)), default=1
+    )

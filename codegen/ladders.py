@@ -39,6 +39,9 @@ SHORT_ROW_THREADS = 128
 # live together and 16 spill; the largest rung keeps two programs of 256 threads on a multiprocessor.
 ROW_REGISTERS = Ladder(((256, 128), (512, 96), (INF, 36)))
 
+# Beyond this a thread is refused rather than compiled: it has 255 registers, and unrolled code grows with the tile.
+REGISTERS_LARGEST = 1024
+
 # Looped kernels: threads by bytes of the row. 8192x32000: 512 threads 0.297 ms, 1024 0.52 ms; 4096x128256: 1024.
 LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
 # Vectors a thread takes of each chunk, fewer where they would not fit the registers.
@@ -51,6 +54,7 @@ LOOP_SLOTS = 4
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 TRITON_WHOLE = 32 << 10
 TRITON_CHUNK = 8 << 10
+TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block
 # Short rows are packed until a program has about this many elements; a flat kernel takes 8 a thread of 4 warps.
 TRITON_SHORT_ROWS = 2 << 10
 TRITON_FLAT_ROWS = 1 << 10

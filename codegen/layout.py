@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from kgen.codegen.phases import statement_axes
+from kgen.codegen.normalize import statement_axes
 from kgen.codegen.schedule import Schedule, Scheduled
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir

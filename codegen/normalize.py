@@ -3,8 +3,8 @@
 Binds the dimensions that the variant knows, numbers values so that equal ones (spelled alike or through other names)
 are one, gives every load, every reduction and every shared subexpression a `Let` of its own, and puts affine loads
 first so that all are in flight before arithmetic starts. A gather follows what its subscript needs. Tile axes of
-extent 0 disappear with the statements along them; a reduction over one is its identity. The result is an ordinary
-kernel, and the normal form of a normal form is itself.
+extent 0 disappear with the statements along them, a reduction over one being its identity; so do unused ones. The
+result is an ordinary kernel, and the normal form of a normal form is itself.
 
 It trusts the invariants of `kgen.dsl.ir`. As no `inout` tensor is loaded after a store to it in program order, all
 loads see the memory the kernel was given, and equal loads are equal values.
@@ -38,14 +38,23 @@ def normalize(kernel: ir.Kernel, variant: Variant) -> ir.Kernel:
     values = _Values(bound, empty)
     body = [s for s in kernel.body if isinstance(s, ir.Let) or not empty & _target_axes(s)]
     statements = [_number(values, s) for s in body]
-    return replace(_bind(kernel, bound, empty, variant), body=_Writer(kernel, values, statements).body())
+    normal = replace(_bind(kernel, bound, variant), body=_Writer(kernel, values, statements).body())
+    used = frozenset[str]().union(*map(statement_axes, normal.body))
+    return replace(normal, axes=tuple(a for a in normal.axes if a.kind == "parallel" or a.name in used))
+
+
+def statement_axes(s: ir.Stmt) -> frozenset[str]:
+    """Every index that `s` runs over: those of its value and operands, and of the subscripts of its target (with the
+    dimensions in them)."""
+    axes = frozenset[str]().union(*(n.axes for n in ir.walk(s.value)))
+    return axes if isinstance(s, ir.Let) else axes | _target_axes(s)
 
 
 def _target_axes(s: ir.Store | ir.Accumulate) -> frozenset[str]:
     return frozenset[str]().union(*(p.symbols for p in s.at))
 
 
-def _bind(kernel: ir.Kernel, bound: Mapping[str, int], empty: frozenset[str], variant: Variant) -> ir.Kernel:
+def _bind(kernel: ir.Kernel, bound: Mapping[str, int], variant: Variant) -> ir.Kernel:
     """The declarations of `kernel` with `bound` substituted.
 
     A starred dimension of star rank > 1 stays symbolic in the shapes: its name is the key to the sizes of its parts.
@@ -65,7 +74,7 @@ def _bind(kernel: ir.Kernel, bound: Mapping[str, int], empty: frozenset[str], va
         kernel,
         dims=tuple(d for d in kernel.dims if d not in bound or d in kept),
         tensors=tensors,
-        axes=tuple(replace(a, extent=a.extent.substitute(bound)) for a in kernel.axes if a.name not in empty),
+        axes=tuple(replace(a, extent=a.extent.substitute(bound)) for a in kernel.axes),
         requires=tuple(r for r in requires if not (r.left.is_constant and r.right.is_constant)),
     )
 

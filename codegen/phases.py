@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kgen.codegen.normalize import statement_axes
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Straight
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -173,11 +174,3 @@ def _loads(s: ir.Stmt, tensor: str) -> bool:
 def refs(e: ir.Expr) -> frozenset[str]:
     """The names that `e` uses."""
     return frozenset(n.name for n in ir.walk(e) if isinstance(n, ir.Ref))
-
-
-def statement_axes(s: ir.Stmt) -> frozenset[str]:
-    """Every index that `s` runs over: those of its value and operands, and of the subscripts of its target."""
-    axes = frozenset[str]().union(*(n.axes for n in ir.walk(s.value)))
-    if isinstance(s, ir.Let):
-        return axes
-    return axes.union(*(p.symbols for p in s.at))

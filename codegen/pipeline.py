@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kgen.codegen.choose import choose
+from kgen.codegen.choose import choose, refuse_oversize
 from kgen.codegen.layout import digits
 from kgen.codegen.normalize import normalize, required_dims
 from kgen.codegen.overwrite import barriers
@@ -34,7 +34,9 @@ def schedule_kernel(
     if override is not None:
         _check(normal, override)
     schedule = override or choose(normal, variant, backend, num_sms=num_sms, rows_hint=rows_hint)
-    return Scheduled(normal, variant, schedule, phases(normal, schedule), barriers(normal, digits(normal, variant)))
+    steps = phases(normal, schedule)
+    refuse_oversize(normal, variant, backend, schedule, steps)
+    return Scheduled(normal, variant, schedule, steps, barriers(normal, digits(normal, variant)))
 
 
 def _check(kernel: ir.Kernel, schedule: Schedule) -> None:
