@@ -9,9 +9,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("kgen.dsl") is None:
+    # A source tree that is not installed: the sub-packages are folders beside this one.
+    __path__.append(str(Path(__file__).resolve().parent.parent))
 
 from kgen.dsl.diagnostics import DslError, KgenError
 

@@ -132,16 +132,20 @@ class Kernel:
             if t is None:
                 key.append(None)
                 continue
+            if type(t) not in _PLAIN:
+                _admit(type(t))
             if t.is_neg():  # a lazy sign, which the memory does not have
                 t = values[i] = self._resolved(i, t)  # type: ignore[index]  # a list, by Binder.bind
-            key += (type(t), t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15)
+            key += (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15)
         for i in self._const_at:
             v = values[i]
             # The type, as True == 1 == 1.0; the text of floats, as 0.0 == -0.0.
             key += (type(v), repr(v) if isinstance(v, float) else v)
         if outs is not None:
             for t in outs:
-                key += (type(t), t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15, t.is_neg())
+                if type(t) not in _PLAIN:
+                    _admit(type(t))
+                key += (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15, t.is_neg())
         return tuple(key)
 
     def _resolved(self, i: int, t: torch.Tensor) -> torch.Tensor:
@@ -272,6 +276,17 @@ class Kernel:
             {t.name: x for t, x in zip(inputs, tensors, strict=True)},
             {s.name: v for s, v in zip(kernel.scalars, scalars, strict=True)},
         )
+
+
+# Types of tensors that have memory of their own; others are never asked for its address.
+_PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
+
+
+def _admit(kind: type) -> None:
+    """Add a subclass that only adds names to torch.Tensor to `_PLAIN`. Raises TypeError for any other type."""
+    if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"{kind.__name__} is no plain tensor")
+    _PLAIN.add(kind)
 
 
 def _role(p: object) -> str:

@@ -71,7 +71,9 @@ def load(path: str | os.PathLike[str]) -> KernelModule:
     try:
         module = load_ast(Path(path))
     except OSError as error:
-        raise KgenError(f"cannot read {os.fspath(path)}: {error.strerror or error}") from None
+        raise KgenError(f"cannot read {error.filename or os.fspath(path)}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise KgenError(f"cannot read {os.fspath(path)}: it is not UTF-8 text ({error})") from None
     return _module(module)
 
 

@@ -30,12 +30,12 @@ class CudaHost(Executor):
         return host_executor.available()
 
     def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.codegen.cuda.emit import emit
+        from kgen.codegen.cuda import emit, host_source
         from kgen.runtime.host_executor import compile_host
 
         program = emit(schedule_kernel(layout.kernel, layout.variant, "cuda"))
         folder = cache.folder("host") or Path(tempfile.mkdtemp(prefix="kgen-host-"))
-        return _HostBuilt(program, compile_host(program.source, program.entry, cache_dir=folder))
+        return _HostBuilt(program, compile_host(host_source(program), program.entry, cache_dir=folder))
 
 
 class _HostBuilt(Built):
