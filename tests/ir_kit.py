@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kgen.codegen.variant import TensorClass, Variant
 from kgen.dsl import ir
@@ -142,15 +142,23 @@ class KernelKit:
         )  # fmt: skip
 
 
-def variant(kernel: ir.Kernel, dims: dict[str, int], **kw: object) -> Variant:
-    """Contiguous, aligned tensors; `tensors=`, `multiples=`, `star_ranks=` and `wide=` override."""
-    classes = {t.name: TensorClass() for t in kernel.tensors} | dict(kw.get("tensors", {}))  # type: ignore[arg-type] # a test's own keywords
+def variant(
+    kernel: ir.Kernel,
+    dims: dict[str, int],
+    *,
+    tensors: Mapping[str, TensorClass] | None = None,
+    multiples: Mapping[str, int] | None = None,
+    star_ranks: Mapping[str, int] | None = None,
+    wide: bool = False,
+) -> Variant:
+    """Contiguous, aligned tensors and nothing known of run-time dimensions, unless said otherwise."""
+    classes = {t.name: TensorClass() for t in kernel.tensors} | dict(tensors or {})
     return Variant(
         tuple(dims.items()),
-        tuple(dict(kw.get("multiples", {})).items()),  # type: ignore[arg-type] # as above
-        tuple(dict(kw.get("star_ranks", {})).items()),  # type: ignore[arg-type] # as above
+        tuple((multiples or {}).items()),
+        tuple((star_ranks or {}).items()),
         tuple(classes.items()),
-        bool(kw.get("wide", False)),
+        wide,
     )
 
 

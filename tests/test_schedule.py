@@ -265,11 +265,17 @@ def test_an_unknown_tile_extent_is_refused() -> None:
 # ---- calling convention --------------------------------------------------------------------------------------------
 
 
-def names_of(kernel: ir.Kernel, dims: dict[str, int], **kw: object) -> list[str]:
+def names_of(
+    kernel: ir.Kernel,
+    dims: dict[str, int],
+    tensors: dict[str, TensorClass] | None = None,
+    star_ranks: dict[str, int] | None = None,
+) -> list[str]:
+    """`x` for a tensor or scalar, `|M.1` for part 1 of a dimension, `:x0.1` for a stride of dimension 0 of x."""
     mark = {"tensor": "", "scalar": "", "dim": "|", "stride": ":"}
     return [
         f"{mark[a.kind]}{a.name}" + (f"{a.axis}.{a.part}" if a.kind == "stride" else f".{a.part}" * (a.part > 0))
-        for a in kernel_args(kernel, variant(kernel, dims, **kw))
+        for a in kernel_args(kernel, variant(kernel, dims, tensors=tensors, star_ranks=star_ranks))
     ]
 
 
