@@ -1,6 +1,7 @@
 """CUDA C to a cubin through NVRTC, and what the result uses of the machine. No GPU is needed.
 
-The flags are the numerics contract of every compiled kernel: multiplications and additions may be contracted to FMA, subnormals are kept, division and square root are IEEE round-to-nearest.
+The flags are the numerics contract of every compiled kernel: multiplications and additions may be contracted to FMA,
+subnormals are kept, division and square root are IEEE round-to-nearest.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def parse_resources(log: str, entry: str) -> Resources:
-    """The figures that `ptxas -v` printed in `log` for the kernel `entry`. Raises CudaCompileError if there are none."""
+    """The figures that `ptxas -v` printed in `log` for `entry`. Raises CudaCompileError if there are none."""
     found = re.search(
         rf"Function properties for {re.escape(entry)}\n(.*?)(?=Compile time|Function properties|\Z)",
         log,

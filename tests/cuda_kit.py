@@ -68,9 +68,7 @@ def prepare(c: Call) -> tuple[Layout, dict[str, torch.Tensor]]:
             tensors[t.name] = own.copy_(c.tensors[t.name])
         else:
             tensors[t.name] = c.tensors[t.name]
-    memory = {
-        n: Memory(tuple(t.shape), t.stride(), t.element_size(), t.data_ptr() % 16) for n, t in tensors.items()
-    }
+    memory = {n: Memory(tuple(t.shape), t.stride(), t.element_size(), t.data_ptr() % 16) for n, t in tensors.items()}
     return layout(c.kernel, dims, memory), tensors
 
 
@@ -119,5 +117,10 @@ def agree(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
         atol = scale * f32 * (16 + terms)
         tiny = torch.finfo(got.dtype).tiny
         torch.testing.assert_close(
-            got.double(), want.double(), rtol=unit * 1.01, atol=atol + tiny, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            got.double(),
+            want.double(),
+            rtol=unit * 1.01,
+            atol=atol + tiny,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}",
         )

@@ -29,8 +29,8 @@ ROW = ""  # the row index of a flat kernel, as an axis of the layout
 class Holder:
     """Where a value is: variable `name`, an array over the slots of `slots` and, if `lanes`, over lanes.
 
-    `pack`: the innermost array is a pack. `missing`: the variable that says that a gather was in range, and the value where
-    it was not.
+    `pack`: the innermost array is a pack. `missing`: the variable that says that a gather was in range, and the value
+    where it was not.
     """
 
     name: str
@@ -85,7 +85,9 @@ class Context:
         self.shared_bytes = 0
         self.index_type = "long long" if self.variant.wide else "int"
         self._temporaries: dict[str, str] = {}
-        self._params = {(a.kind, a.name, a.axis, a.part): self._param(a.kind, a.name, a.axis, a.part) for a in self.args}
+        self._params = {
+            (a.kind, a.name, a.axis, a.part): self._param(a.kind, a.name, a.axis, a.part) for a in self.args
+        }
         self._ranks = {
             a.name: 1 + max(b.part for b in self.args if b.kind == "dim" and b.name == a.name)
             for a in self.args if a.kind == "dim"

@@ -1,7 +1,7 @@
 """A scheduled kernel to the text of one `.cu` file.
 
-The body is emitted first; what it turned out to need (indices, thread digits, row pointers, helpers) is then defined in front
-of it, so that nothing is defined that nobody uses.
+The body is emitted first; what it turned out to need (indices, thread digits, row pointers, helpers) is then defined
+in front of it, so that nothing is defined that nobody uses.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Emitter:
             body=[text for text, _ in lines],
         )
         before = source[: source.rindex("\n{\n") + 3].count("\n")
-        spans: list[Span | None] = [None] * before + [span for _, span in lines] + [None]
+        spans: list[Span | None] = [*[None] * before, *(span for _, span in lines), None]
         return Program(
             backend="cuda",
             entry=ctx.names[ctx.kernel.name],
@@ -210,5 +210,3 @@ class _Emitter:
 def _signature(t: ir.Tensor) -> str:
     shape = ", ".join(("*" if t.star and i == 0 else "") + str(p) for i, p in enumerate(t.shape))
     return f"{t.name}: {t.dtype}[{shape}]"
-
-

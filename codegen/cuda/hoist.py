@@ -1,7 +1,7 @@
 """What is computed for every element although it is the same for many? It gets a `Let` of its own, outside of the loop.
 
-`x[m, n] - sum / N` divides once a row then, and the value that is left to compute for each element is cheap enough to be
-computed again rather than kept across a barrier. Values are not changed: the same operations on the same operands.
+`x[m, n] - sum / N` divides once a row then, and the value that is left to compute for each element is cheap enough to
+be computed again rather than kept across a barrier. Values are not changed: the same operations on the same operands.
 """
 
 from __future__ import annotations

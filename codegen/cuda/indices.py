@@ -32,7 +32,7 @@ def masks(ctx: Context, space: Space) -> list[str]:
 
 
 def definitions(ctx: Context, axis: AxisLayout, used: set[str]) -> list[str]:
-    """The lines that define the index along `axis` in the current slot; for the row index, those of `used` made of it."""
+    """The lines that define the index along `axis` in the current slot; along the row, those of `used` made of it."""
     if axis.name != ROW:
         return [f"const int {ctx.names[axis.name]} = {_tile_index(ctx, axis)};"] if axis.name in used else []
     position = _position(ctx, axis)

@@ -57,7 +57,8 @@ def pack_of(ctx: Context, tensor: ir.Tensor, at: At, lane_axis: str | None) -> P
 def address(ctx: Context, tensor: ir.Tensor, at: At, gathered: dict[int, CExpr], *, row: str | None = None) -> Address:
     """The address of `tensor[at]` at the current lane. `gathered[i]` is the value of subscript i where it is one.
 
-    The part that no tile index moves is a pointer made once in the prologue; `row` is such a pointer made by the caller.
+    The part that no tile index moves is a pointer made once in the prologue; `row` is such a pointer made by the
+    caller.
     """
     outer, inner = _parts(ctx, tensor, at, gathered)
     if inner is None:
@@ -82,9 +83,7 @@ def outer_part(ctx: Context, tensor: ir.Tensor, at: At, gathered: dict[int, CExp
     return _parts(ctx, tensor, at, gathered)[0]
 
 
-def _parts(
-    ctx: Context, tensor: ir.Tensor, at: At, gathered: dict[int, CExpr]
-) -> tuple[CExpr | None, CExpr | None]:
+def _parts(ctx: Context, tensor: ir.Tensor, at: At, gathered: dict[int, CExpr]) -> tuple[CExpr | None, CExpr | None]:
     """The offset in elements as (what no tile index moves, the rest); None for 0."""
     outer: CExpr | None = None
     inner: CExpr | None = None

@@ -86,7 +86,7 @@ class NestEmitter:
                 ctx.unsynced.add(s.value.tensor)
 
     def _guard(self, s: ir.Stmt) -> str:
-        """The condition under which a thread stores: it is the first of those that hold the value, and its row exists."""
+        """When a thread stores: it is the first of those that hold the value, and its row exists."""
         ctx = self.ctx
         taken = {a.digit for a in ctx.ordered(ctx.space(s))}
         conditions: list[str] = []

@@ -18,8 +18,11 @@ Space = frozenset[str]  # axes of the layout that a statement runs over; "" is t
 
 # Arithmetic that costs one instruction. Two of them are cheaper than a register held across a barrier.
 _CHEAP = frozenset(
-    "add sub mul neg abs maximum minimum eq ne lt le gt ge and or not where isnan".split()
-)
+    (
+        "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
+        "not", "where", "isnan",
+    )
+)  # fmt: skip
 RECOMPUTE_LIMIT = 2
 # 32-bit registers a thread may fill with raw tiles before weights wait to be loaded where they are used.
 PREFETCH_WORDS = 32
@@ -63,8 +66,8 @@ class Shape:
 def plan(
     body: tuple[ir.Stmt, ...], shape: Shape, escaping: set[str], finished_later: set[str], overwritten: set[str]
 ) -> Plan:
-    """The plan of `body`. `escaping`: values that later steps use. `finished_later`: reductions that are finished behind
-    the loop this body is in. `overwritten`: inout tensors, whose loads must all come before their stores."""
+    """The plan of `body`. `escaping`: values that later steps use. `finished_later`: reductions that are finished
+    behind the loop this body is in. `overwritten`: inout tensors, whose loads must all come before their stores."""
     return _Planner(body, shape, escaping, finished_later, overwritten).plan()
 
 
@@ -224,7 +227,7 @@ class _Planner:
         return sorted(chosen, key=rank)
 
     def _place(self, phase: Phase, s: ir.Stmt, made: dict[str, int]) -> int:
-        """The number of the first nest of the space of `s` that stands behind all it needs; a new one if there is none."""
+        """The number of the first nest of the space of `s` that stands behind all it needs; if need be a new one."""
         space = self.shape.space(s)
         first = 0
         for name in self.uses[id(s)]:

@@ -16,12 +16,12 @@ typeid typename union unsigned using virtual void volatile wchar_t while xor xor
 """
 
 _TYPES = """
-size_t ptrdiff_t nullptr_t wint_t int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t uint ushort ulong uchar
-char1 char2 char3 char4 uchar1 uchar2 uchar3 uchar4 short1 short2 short3 short4 ushort1 ushort2 ushort3 ushort4
-int1 int2 int3 int4 uint1 uint2 uint3 uint4 long1 long2 long3 long4 ulong1 ulong2 ulong3 ulong4
-longlong1 longlong2 longlong3 longlong4 ulonglong1 ulonglong2 ulonglong3 ulonglong4
-float1 float2 float3 float4 double1 double2 double3 double4 dim3 half half2 std cuda cooperative_groups
-cudaStream_t cudaError_t cudaEvent_t clock_t va_list wmma nvcuda f32 f64 f16 bf16
+size_t ptrdiff_t nullptr_t wint_t int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t uint ushort ulong
+uchar char1 char2 char3 char4 uchar1 uchar2 uchar3 uchar4 short1 short2 short3 short4 ushort1 ushort2 ushort3 ushort4
+int1 int2 int3 int4 uint1 uint2 uint3 uint4 long1 long2 long3 long4 ulong1 ulong2 ulong3 ulong4 longlong1 longlong2
+longlong3 longlong4 ulonglong1 ulonglong2 ulonglong3 ulonglong4 float1 float2 float3 float4 double1 double2 double3
+double4 dim3 half half2 std cuda cooperative_groups cudaStream_t cudaError_t cudaEvent_t clock_t va_list wmma nvcuda
+f32 f64 f16 bf16
 """
 
 _OBJECTS = """
@@ -31,12 +31,12 @@ THREADS ROWS
 """
 
 _MATH = """
-abs labs llabs min max umin umax llmin llmax ullmin ullmax fabs fmin fmax fmod remainder remquo fma fdim hypot rhypot norm3d norm4d
-rnorm3d rnorm4d norm rnorm sqrt rsqrt cbrt rcbrt sin cos tan sinpi cospi sincos sincospi asin acos atan atan2 sinh cosh
-tanh asinh acosh atanh exp exp2 exp10 expm1 log log2 log10 log1p logb ilogb pow powi erf erfc erfinv erfcinv erfcx
-normcdf normcdfinv lgamma tgamma j0 j1 jn y0 y1 yn cyl_bessel_i0 cyl_bessel_i1 ceil floor trunc round rint nearbyint
-lround llround lrint llrint frexp ldexp scalbn scalbln modf nextafter nan copysign isnan isinf isfinite isnormal
-signbit fdivide saturate div ldiv lldiv isgreater isless isunordered fpclassify
+abs labs llabs min max umin umax llmin llmax ullmin ullmax fabs fmin fmax fmod remainder remquo fma fdim hypot rhypot
+norm3d norm4d rnorm3d rnorm4d norm rnorm sqrt rsqrt cbrt rcbrt sin cos tan sinpi cospi sincos sincospi asin acos atan
+atan2 sinh cosh tanh asinh acosh atanh exp exp2 exp10 expm1 log log2 log10 log1p logb ilogb pow powi erf erfc erfinv
+erfcinv erfcx normcdf normcdfinv lgamma tgamma j0 j1 jn y0 y1 yn cyl_bessel_i0 cyl_bessel_i1 ceil floor trunc round
+rint nearbyint lround llround lrint llrint frexp ldexp scalbn scalbln modf nextafter nan copysign isnan isinf isfinite
+isnormal signbit fdivide saturate div ldiv lldiv isgreater isless isunordered fpclassify
 """
 
 _HELPERS = """
@@ -53,7 +53,7 @@ _PACKS = tuple(
     for lanes in (1, 2, 4, 8, 16, 32)
     for by in ("", "_by4", "_by8", "_by16")
 )
-_ATOMICS = tuple(f"atomic{op}" for op in "Add Sub Exch Min Max Inc Dec CAS And Or Xor".split())
+_ATOMICS = tuple(f"atomic{op}" for op in ["Add", "Sub", "Exch", "Min", "Max", "Inc", "Dec", "CAS", "And", "Or", "Xor"])
 
 RESERVED: frozenset[str] = frozenset(
     (*_KEYWORDS.split(), *_TYPES.split(), *_OBJECTS.split(), *_MATH.split(), *_HELPERS.split())
