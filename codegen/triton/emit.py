@@ -1,0 +1,358 @@
+"""The emitted module: which statements does a scheduled kernel become, in which order, and under which names?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import PurePath
+
+from kgen.codegen.abi import kernel_args
+from kgen.codegen.names import Names
+from kgen.codegen.program import Arg, Program
+from kgen.codegen.schedule import Loop, Scheduled
+from kgen.codegen.templating import environment, render
+from kgen.codegen.triton.blocks import ROW, Blocks, Value, align
+from kgen.codegen.triton.expressions import Expressions
+from kgen.codegen.triton.identity import MaskedLanes
+from kgen.codegen.triton.index import Definition, Indices, program_indices
+from kgen.codegen.triton.intrinsics import SIGNATURE
+from kgen.codegen.triton.memory import ArgNames, Memory
+from kgen.codegen.triton.reductions import Accumulator, masked, reduced
+from kgen.codegen.triton.reserved import HELPERS, RESERVED
+from kgen.codegen.triton.text import COMPARE, Text, call
+from kgen.dsl import ir
+from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.source import Span
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+class EmitError(KgenError):
+    """A kernel that the Triton backend cannot print."""
+
+
+def emit(scheduled: Scheduled) -> Program:
+    """The Triton module of `scheduled`: one `@triton.jit` function, the helpers that it uses, and nothing of kgen.
+
+    Arguments are in the order of `kernel_args`. Raises EmitError for a kernel with a sum over programs.
+    """
+    return _Emitter(scheduled).program()
+
+
+@dataclass(frozen=True)
+class _Line:
+    text: str
+    span: Span | None = None
+
+
+class _Emitter:
+    def __init__(self, scheduled: Scheduled) -> None:
+        self.scheduled = scheduled
+        self.kernel, self.variant = scheduled.kernel, scheduled.variant
+        kernel = self.kernel
+        lets = [s.name for step in scheduled.steps for s in step.body if isinstance(s, ir.Let)]
+        users = (kernel.name, *kernel.dims, *(a.name for a in kernel.axes), *(p.name for p in kernel.scalars), *lets)
+        self.names = Names(users, RESERVED)
+        self.args = kernel_args(kernel, self.variant)
+        self.arg_names = self._arg_names()
+        self.blocks = Blocks(scheduled)
+        self.indices = Indices(kernel, self.blocks, self._spelling)
+        self.expressions = Expressions(self.blocks, self.indices, self._spelling)
+        self.masks = {
+            k: self.names.fresh(f"mask_{self.names[k]}") for k, d in self.blocks.dims.items() if d.ragged and k != ROW
+        }
+        self.memory = Memory(
+            kernel, self.variant, self.blocks, self.indices, self.arg_names, self.expressions.value, self.masks
+        )
+        self.chunk_starts: dict[str, str] = {}  # names of the loop variables
+        self.stored: set[str] = set()
+        self.barriers = scheduled.barriers | self._replicated()
+        self.said: tuple[str, int] | None = None
+
+    # -- names ---------------------------------------------------------------------------------------------------
+    def _spelling(self, name: str) -> str:
+        part = self.flat_stars.get(name)
+        return part if part is not None else self.names[name]
+
+    def _arg_names(self) -> ArgNames:
+        pointer: dict[str, str] = {}
+        stride: dict[tuple[str, int, int], str] = {}
+        part: dict[tuple[str, int], str] = {}
+        self.flat_stars: dict[str, str] = {}
+        for a in self.args:
+            if a.kind == "tensor":
+                pointer[a.name] = self.names.fresh(f"{a.name}_ptr")
+            elif a.kind == "stride":
+                suffix = f"_{a.part}" if self._parts(a) > 1 else ""
+                label = self._dimension_label(a.name, a.axis)
+                stride[a.name, a.axis, a.part] = self.names.fresh(f"stride_{a.name}_{label}{suffix}")
+            elif a.kind == "dim" and self.variant.star_rank(a.name) > 1:
+                part[a.name, a.part] = self.names.fresh(f"{a.name}_{a.part}")
+        return ArgNames(pointer, stride, part)
+
+    def _parts(self, a: Arg) -> int:
+        t = self.kernel.tensor(a.name)
+        dim = t.shape[0].as_symbol if t.star and a.axis == 0 else None
+        return self.variant.star_rank(dim) if dim is not None else 1
+
+    def _dimension_label(self, tensor: str, axis: int) -> str:
+        """What to call a dimension: the index that runs over it if there is but one, its position otherwise."""
+        found = {
+            at[axis].as_symbol if not isinstance(at[axis], ir.Expr) else None
+            for name, at in self._accesses()
+            if name == tensor
+        }
+        label = next(iter(found)) if len(found) == 1 else None
+        return label if label is not None and label in {a.name for a in self.kernel.axes} else str(axis)
+
+    def _accesses(self) -> Iterable[tuple[str, tuple]]:
+        for s in self.kernel.body:
+            if isinstance(s, ir.Let):
+                if isinstance(s.value, ir.Load):
+                    yield s.value.tensor, s.value.at
+            else:
+                yield s.tensor, s.at
+
+    def _identifier(self, a: Arg) -> str:
+        if a.kind == "tensor":
+            return self.arg_names.pointer[a.name]
+        if a.kind == "stride":
+            return self.arg_names.stride[a.name, a.axis, a.part]
+        if a.kind == "dim" and (a.name, a.part) in self.arg_names.part:
+            return self.arg_names.part[a.name, a.part]
+        return self.names[a.name]
+
+    # -- the program's own indices -------------------------------------------------------------------------------
+    def _prelude(self) -> list[Definition]:
+        out: list[Definition] = []
+        for dim in sorted({d for d, _ in self.arg_names.part}):
+            sizes = [v for (d, _), v in self.arg_names.part.items() if d == dim]
+            out.append(Definition(self.names[dim], " * ".join(sizes)))
+        found, mask = program_indices(self.indices, self._spelling, self.names.fresh, self.variant.wide)
+        out += found
+        if mask:
+            self.masks[ROW] = mask
+        for a in self.kernel.tiles:
+            if a.name not in self.blocks.looped:
+                out += self._tile(a, "")
+        return out
+
+    def _tile(self, axis: ir.Axis, start: str) -> list[Definition]:
+        """The index along a tile axis and its mask; `start` is the first index of a chunk."""
+        dim, name = self.blocks.dims[axis.name], self.names[axis.name]
+        lanes = f"tl.arange(0, {dim.size})"
+        out = [Definition(name, f"{start} + {lanes}" if start else lanes)]
+        if dim.ragged:
+            condition = Text(f"{name} < {dim.extent}", COMPARE)
+            chunk = self.scheduled.schedule.chunk(axis.name)
+            if start and chunk is not None and chunk < dim.size:
+                # The block is a power of two, the chunk is not: the next chunk begins inside this block.
+                condition = Text(f"({condition}) & ({lanes} < {chunk})")
+            out.append(Definition(self.masks[axis.name], str(condition)))
+        return out
+
+    # -- statements ----------------------------------------------------------------------------------------------
+    def body(self) -> list[_Line]:
+        prelude = self._prelude()
+        lines: list[_Line] = []
+        for step in self.scheduled.steps:
+            lanes = MaskedLanes(step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
+            if isinstance(step, Loop):
+                lines += self._loop(step, lanes)
+            else:
+                for s in step.body:
+                    lines += self._statement(s, lanes)
+        out = [_Line(t) for t in _used(prelude, (line.text for line in lines))]
+        return [*out, _Line(""), *lines] if out else lines
+
+    def _statement(self, s: ir.Stmt, lanes: MaskedLanes) -> list[_Line]:
+        out = self._comment(s.span)
+        if isinstance(s, ir.Let):
+            name = self.names[s.name]
+            if isinstance(s.value, ir.Load):
+                lines, dims = self.memory.load(name, s.value, lanes.other.get(s.name))
+            else:
+                v = self._let(s.value, lanes)
+                lines, dims = [f"{name} = {v.text}"], v.dims
+            self.expressions.bound[s.name] = dims
+            return [*out, *(_Line(t, s.span) for t in lines)]
+        if isinstance(s, ir.Accumulate):
+            raise EmitError(
+                f"{self.kernel.name}: line {s.span.line} sums into {s.tensor} over programs, which the Triton backend "
+                "does not do"
+            )
+        if s.tensor in self.barriers and s.tensor not in self.stored:
+            out.append(_Line("tl.debug_barrier()  # every element is read before any is overwritten", s.span))
+        self.stored.add(s.tensor)
+        return [*out, *(_Line(t, s.span) for t in self.memory.store(s))]
+
+    def _let(self, e: ir.Expr, lanes: MaskedLanes) -> Value:
+        if isinstance(e, ir.Reduce):
+            arg = self._masked_argument(e, lanes)
+            return reduced(e, arg, self.blocks, self._position(e, arg.dims))
+        return self.expressions.scalar_or_block(e)
+
+    def _masked_argument(self, e: ir.Reduce, lanes: MaskedLanes) -> Value:
+        dims = self.blocks.of(e.arg.axes)
+        arg = self.expressions.value(e.arg)
+        if arg.dims != dims or arg.text.literal:
+            # The argument has lost an index on the way (`sum(where(c, 1.0, 1.0), n)`): give it its shape back.
+            own = align(self.expressions.scalar_or_block(e.arg), dims)
+            arg = Value(call("tl.broadcast_to", own, self.blocks.shape(dims)), dims)
+        condition = None if lanes.holds_identity(e) else self.memory.mask(dims, only=frozenset(e.over))
+        return masked(e, arg, condition)
+
+    def _position(self, e: ir.Reduce, dims: tuple[str, ...]) -> Text | None:
+        """The index along the axis of an argmax or argmin, in the shape of its argument."""
+        if e.kind not in ("argmax", "argmin"):
+            return None
+        index = Value(Text(self.names[e.over[0]]), (e.over[0],))
+        text = align(index, dims)
+        return text if index.dims == dims else call("tl.broadcast_to", text, self.blocks.shape(dims))
+
+    def _loop(self, step: Loop, lanes: MaskedLanes) -> list[_Line]:
+        axis = self.kernel.axis(step.axis)
+        self.said = None  # what stands before the loop does not tell what is in it
+        if step.axis not in self.chunk_starts:
+            self.chunk_starts[step.axis] = self.names.fresh(f"{self.names[step.axis]}0")
+        start = self.chunk_starts[step.axis]
+        before: list[_Line] = []
+        inside: list[_Line] = []
+        after: list[_Line] = []
+        header: Span | None = None
+        for s in step.body:
+            header = header or s.span
+            e = s.value
+            if not (isinstance(s, ir.Let) and isinstance(e, ir.Reduce) and step.axis in e.over):
+                inside += self._statement(s, lanes)
+                continue
+            acc = self._accumulator(s.name, e)
+            before += [_Line(t, s.span) for t in acc.start(self.blocks)]
+            inside += self._comment(s.span)
+            index = Value(Text(self.names[e.over[0]]), (e.over[0],))
+            inside += [_Line(t, s.span) for t in acc.step(self._masked_argument(e, lanes), index, self.blocks)]
+            result = acc.finish(self.blocks)
+            self.expressions.bound[s.name] = result.dims
+            after.append(_Line(f"{self.names[s.name]} = {result.text}", s.span))
+        prelude = _used(self._tile(axis, start), (line.text for line in inside))
+        inside = [*(_Line(t) for t in prelude), *inside]
+        self.said = None
+        return [
+            *before,
+            _Line(f"for {start} in range(0, {axis.extent.constant}, {step.chunk}):", header),
+            *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
+            *after,
+        ]
+
+    def _accumulator(self, name: str, e: ir.Reduce) -> Accumulator:
+        position = self.names.fresh(f"{name}_at") if e.kind in ("argmax", "argmin") else None
+        return Accumulator(e, self.names.fresh(f"{name}_acc"), position, self.blocks.of(e.arg.axes))
+
+    def _comment(self, span: Span) -> list[_Line]:
+        """The source line, unless the statement before came from the same one."""
+        place = (span.source.path, span.line)
+        text = _printable(span.source.line(span.line).strip())
+        if place == self.said or not text:
+            return []
+        self.said = place
+        return [_Line(f"# {_file_name(span)}:{span.line}: {text}", span)]
+
+    def _replicated(self) -> frozenset[str]:
+        """In-place tensors whose block has fewer lanes than the program has threads: then several threads load an
+        element that one of them overwrites."""
+        sizes: dict[str, int] = {}
+        for s in self.kernel.body:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load):
+                lanes = prod(self.blocks.dims[k].size for k in self.blocks.of(s.value.axes))
+                sizes[s.value.tensor] = min(lanes, sizes.get(s.value.tensor, lanes))
+        return frozenset(
+            t.name
+            for t in self.kernel.tensors
+            if t.role == "inout" and sizes.get(t.name, self.scheduled.schedule.threads) < self.scheduled.schedule.threads
+        )
+
+    # -- the file ------------------------------------------------------------------------------------------------
+    def program(self) -> Program:
+        body = self.body()
+        code = "\n".join(line.text for line in body)
+        words = set(_WORD.findall(_without_comments(code)))
+        helpers = [h for h in HELPERS if h in words]
+        macros = environment().get_template("triton/helpers.py.j2").module
+        entry = self.names[self.kernel.name]
+        runtime = [self._identifier(a) for a in self.args if a.kind != "tensor"]
+        source = render(
+            "triton/kernel.py.j2",
+            about=self._about(),
+            libdevice="libdevice" in words,
+            helpers=[getattr(macros, f"helper{h}")() for h in helpers],
+            unspecialized=runtime,
+            entry=entry,
+            parameters=[self._parameter(a) for a in self.args],
+            body=[line.text for line in body],
+        )
+        total = source.count("\n")
+        spans = (*(None for _ in range(total - len(body))), *(line.span for line in body))
+        return Program("triton", entry, source, self.args, self.scheduled.schedule, 0, spans)
+
+    def _parameter(self, a: Arg) -> str:
+        return self._identifier(a) if a.kind == "tensor" else f"{self._identifier(a)}: tl.{_ANNOTATION[SIGNATURE[a.dtype.name]]}"
+
+    def _about(self) -> list[str]:
+        """Comment lines: what the file computes, what it was compiled for and how to launch it."""
+        kernel, variant = self.kernel, self.variant
+        doc = [_printable(line) for line in kernel.doc.strip().split("\n")[:1] if line]
+        file = _file_name(kernel.span)
+        facts = [f"{k} = {v}" for k, v in kernel.dtypes] + [f"{k} = {v}" for k, v in (*kernel.consts, *variant.dims)]
+        out = [f"{kernel.name} of {file}: {doc[0]}" if doc else f"{kernel.name} of {file}"]
+        if facts:
+            out.append(f"Compiled for {', '.join(facts)}.")
+        unit = [t.name for t in kernel.tensors if t.name in self.arg_names.pointer and variant.tensor(t.name).unit]
+        aligned = {t.name: variant.tensor(t.name).align for t in kernel.tensors if t.name in self.arg_names.pointer}
+        by_bytes = sorted({b for b in aligned.values() if b > 1}, reverse=True)
+        if unit:
+            out.append(f"Innermost stride 1: {', '.join(unit)}.")
+        for b in by_bytes:
+            out.append(f"Address and other strides multiples of {b} bytes: {', '.join(t for t, v in aligned.items() if v == b)}.")
+        multiples = [f"{d} of {m}" for d, m in variant.multiples if m > 1 and variant.dim(d) is None and d in kernel.dims]
+        if multiples:
+            out.append(f"Multiples: {', '.join(multiples)}.")
+        rows = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in kernel.parallel) or "1"
+        per = self.scheduled.schedule.rows
+        grid = rows if per == 1 else f"triton.cdiv({rows}, {per})"
+        out.append(f"Launch: grid ({grid},), num_warps={self.scheduled.schedule.threads // 32}.")
+        return out
+
+
+_ANNOTATION = {
+    "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "i1": "int1", "i8": "int8", "u8": "uint8",
+    "i16": "int16", "i32": "int32", "i64": "int64",
+}  # fmt: skip
+
+
+def _used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:
+    """The definitions that the lines use, directly or through one another, in order."""
+    words = {w for line in lines for w in _WORD.findall(_without_comments(line))}
+    kept: list[str] = []
+    for d in reversed(definitions):
+        if d.name in words:
+            words |= set(_WORD.findall(d.text))
+            kept.append(f"{d.name} = {d.text}")
+            if d.note:
+                kept.append(f"# {d.note}")
+    return kept[::-1]
+
+
+def _without_comments(code: str) -> str:
+    # Generated code has no string with `#`.
+    return "\n".join(line.split("#", 1)[0] for line in code.split("\n"))
+
+
+def _printable(text: str) -> str:
+    """One line of text that cannot end a comment."""
+    return "".join(c if c.isprintable() else " " for c in text).rstrip()
+
+
+def _file_name(span: Span) -> str:
+    return _printable(PurePath(span.source.path).name)

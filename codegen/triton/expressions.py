@@ -1,0 +1,121 @@
+"""Expressions: how is a value computed from its operands?
+
+Operands broadcast by name in the IR; here each is given the dimensions of the result, with `[:, None]` where it has fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kgen.codegen.triton.blocks import Blocks, Value, align
+from kgen.codegen.triton.index import Indices
+from kgen.codegen.triton.intrinsics import TYPES, cast, spell, typed
+from kgen.codegen.triton.text import Text, literal, method
+from kgen.dsl import ir
+from kgen.dsl.dtypes import F32, I32, DType
+
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_I32_LIMIT = 2**31
+
+
+class Expressions:
+    """Prints expressions without loads and reductions, which are statements of their own."""
+
+    def __init__(self, blocks: Blocks, indices: Indices, spelling: Callable[[str], str]) -> None:
+        self.blocks, self.indices, self.spelling = blocks, indices, spelling
+        self.bound: dict[str, tuple[str, ...]] = {}  # block dimensions of the `Let`s printed so far
+
+    def value(self, e: ir.Expr) -> Value:
+        """`e` as Python."""
+        if isinstance(e, ir.Const):
+            return Value(literal(_value(e)))
+        if isinstance(e, ir.Scalar):
+            text = Text(self.spelling(e.name))
+            return Value(method(text, "to", TYPES[e.dtype.name]) if self._narrow(e) else text)
+        if isinstance(e, ir.Ref):
+            return Value(Text(self.spelling(e.name)), self.bound[e.name])
+        if isinstance(e, ir.IndexValue):
+            return self._index(e, widen=True)
+        if isinstance(e, ir.Cast):
+            return self._cast(e)
+        if isinstance(e, ir.Op):
+            return self._op(e)
+        raise TypeError(f"{type(e).__name__} is a statement of its own in normal form")
+
+    def scalar_or_block(self, e: ir.Expr) -> Value:
+        """`e` as a Triton value even where it is a bare literal, so that it has the IR's type on its own."""
+        v = self.value(e)
+        return Value(typed(_value(e), e.dtype)) if v.text.literal and isinstance(e, ir.Const) else self._widened(v, e)
+
+    def _widened(self, v: Value, e: ir.Expr) -> Value:
+        return Value(typed(int(v.text.text), e.dtype)) if v.text.literal else v
+
+    def _narrow(self, e: ir.Scalar) -> bool:
+        """Whether the parameter is of a storage type that is computed with in a wider one."""
+        return next(p for p in self.indices.kernel.scalars if p.name == e.name).dtype != e.dtype
+
+    def _index(self, e: ir.IndexValue, widen: bool) -> Value:
+        v = self.indices.code(e.index)
+        if v.text.literal:
+            return v
+        return Value(method(v.text, "to", "tl.int64"), v.dims) if widen else v
+
+    def _small(self, e: ir.Expr) -> bool:
+        """Whether `e` is index arithmetic that is exact in 32 bits: it need not be widened to be compared or converted."""
+        if not isinstance(e, ir.IndexValue):
+            return False
+        limit = self.indices.bound(e.index)
+        return limit is not None and limit < _I32_LIMIT
+
+    def _cast(self, e: ir.Cast) -> Value:
+        if isinstance(e.arg, ir.Const):
+            value = _value(e.arg)
+            if e.to == e.to.compute:
+                return Value(literal(_converted(value, e.to)))
+            return Value(method(typed(_converted(value, e.to), e.to), "to", TYPES[e.dtype.name]))
+        v = self._index(e.arg, widen=False) if isinstance(e.arg, ir.IndexValue) and self._small(e.arg) else self.value(e.arg)
+        if v.text.literal:
+            v = Value(typed(int(v.text.text), e.arg.dtype))
+        source = I32 if self._small(e.arg) else e.arg.dtype
+        return Value(cast(v.text, source, e.to), v.dims)
+
+    def _op(self, e: ir.Op) -> Value:
+        narrow = e.fn in _COMPARISONS
+        parts = [
+            self._index(a, widen=False) if narrow and isinstance(a, ir.IndexValue) and self._small(a) else self.value(a)
+            for a in e.args
+        ]
+        operands = range(1, 3) if e.fn == "where" else range(len(parts))
+        # A function of nothing but literals would take their Python types: the first is given the IR's.
+        if all(parts[i].text.literal for i in operands):
+            i = operands[0]
+            arg = e.args[i]
+            value = _value(arg) if isinstance(arg, ir.Const) else int(parts[i].text.text)
+            if e.fn != "where" or e.dtype not in (F32, I32):
+                parts[i] = Value(typed(value, arg.dtype))
+        else:
+            for i in operands:
+                if parts[i].text.literal and _takes_own_type(e.fn) and e.args[i].dtype not in (F32, I32):
+                    arg = e.args[i]
+                    value = _value(arg) if isinstance(arg, ir.Const) else int(parts[i].text.text)
+                    parts[i] = Value(typed(value, arg.dtype))
+        dims = self.blocks.order(k for p in parts for k in p.dims)
+        texts = [align(p, dims) for p in parts]
+        return Value(spell(e.fn, texts, e.dtype, e.args[-1].dtype), dims)
+
+
+def _takes_own_type(fn: str) -> bool:
+    """Whether a literal operand of `fn` would not take the other operand's type: a call, not an operator."""
+    return fn in ("maximum", "minimum", "pow", "floordiv", "mod")
+
+
+def _value(e: ir.Const) -> float | int | bool:
+    return _converted(e.value, e.dtype)
+
+
+def _converted(value: float | int | bool, to: DType) -> float | int | bool:
+    if to.kind == "float":
+        return float(value)
+    if to.kind == "bool":
+        return bool(value)
+    return int(value)
