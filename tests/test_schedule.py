@@ -164,6 +164,13 @@ def test_offsets_narrow_vectors() -> None:
     assert layout_of(s).axis("d").vector == 2
 
 
+@pytest.mark.parametrize(("offset", "vector"), [(0, 8), (1, 1), (4, 4), (6, 2), (8, 8)])
+def test_a_shifted_access_narrows_vectors(offset: int, vector: int) -> None:
+    k = KernelKit([tensor("x", "*M, N + 8"), tensor("y", "*M, N", "out")], "m in M", "n in N")
+    k.store("y", "m, n", k.op("exp", k.load("x", "m", f"n + {offset}")))
+    assert schedule_kernel(k.kernel(), variant(k.kernel(), {"N": 64}), "cuda").schedule.vector == vector
+
+
 def test_the_contiguous_axis_has_the_vectors() -> None:
     v = variant(groups(), {"N": 1024})
     s = schedule_kernel(groups(), v, "cuda")
