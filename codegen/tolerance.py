@@ -234,7 +234,7 @@ class _Analysis(Executor[Enclosure]):
             count = sum(math.prod(self.kernel.axis(a).extent.evaluate(self.dims) for a in s.over) for s in adds)
             if t.role == "inout":
                 held = self.flat[name].to(torch.float64)
-                planes = [p + h for p, h in zip(planes, (held, held, held, held.abs(), held.abs()), strict=True)]
+                planes = [p + h for p, h in zip(planes, _planes(Enclosure(held), []), strict=True)]
                 count += 1
             dtype = adds[0].value.dtype
             gamma = _gamma(self.accumulate_depth(count), 4 * U64 if dtype == F64 else U32)
@@ -291,9 +291,10 @@ def _sum(v: Enclosure, over: list[int], dtype: DType, depth: int) -> Enclosure:
 
 
 def _planes(v: Enclosure, over: list[int]) -> list[torch.Tensor]:
-    """The sums over `over` that `_added_up` needs: of the values, the ends, and the magnitudes of the ends."""
+    """The sums over `over` that `_added_up` needs: of the values, the ends, and the magnitudes of the finite ends."""
     lo, hi = v.ends
-    return [t.sum(over, keepdim=True) if over else t for t in (v.v, lo, hi, lo.abs(), hi.abs())]
+    sizes = [torch.where(end.isfinite(), end.abs(), 0.0) for end in (lo, hi)]
+    return [t.sum(over, keepdim=True) if over else t for t in (v.v, lo, hi, *sizes)]
 
 
 def _added_up(planes: list[torch.Tensor], gamma: float, dtype: DType) -> Enclosure:
@@ -303,12 +304,11 @@ def _added_up(planes: list[torch.Tensor], gamma: float, dtype: DType) -> Enclosu
     x * (1 + d) is least at the lower end of x whatever its sign: a sum of squares stays positive.
     """
     total, lo, hi, lo_size, hi_size = planes
-    size = torch.maximum(lo_size, hi_size)
-    low = lo - torch.where(size.isfinite(), gamma * lo_size, 0.0)
-    high = hi + torch.where(size.isfinite(), gamma * hi_size, 0.0)
-    out = settle(total, low, high, torch.isnan(lo) & torch.isnan(hi))
-    # Partial sums may overflow in some order.
-    return out if dtype == F64 else free(out, (size > MAX32) & size.isfinite())
+    nan = torch.isnan(lo) & torch.isnan(hi)
+    out = settle(total, lo - gamma * lo_size, hi + gamma * hi_size, nan)
+    # The partial sum of the finite terms may overflow in some order, and even meet the opposite infinity.
+    overflow = torch.maximum(lo_size, hi_size) > MAX32
+    return out if dtype == F64 else free(out, overflow & ~(nan & torch.isnan(total)))
 
 
 def _prod(v: Enclosure, over: list[int], dtype: DType, depth: int) -> Enclosure:

@@ -147,6 +147,7 @@ def test_what_keeps_the_contract_lies_inside(
 )
 @example([0.0, -2.5, 3e38])  # a partial product overflows, and times 0 is NaN
 @example([math.inf, 1e-40, 1e-45])
+@example([-math.inf, 3e38, 3e38])  # a partial sum overflows, and meets the opposite infinity
 def test_special_values_lie_inside(name: str, values: list[float]) -> None:
     kernel = build(KERNELS[name])
     x = torch.tensor([values, values[::-1]])
