@@ -191,8 +191,8 @@ def test_smallest_integer_is_a_literal():
     assert codes("fn f(a) = a - 9223372036854775808\n") == ["K0103"]
 
 
-FOREIGN = """int float half asm register template new delete this NULL min lambda None def class print tl triton cp op_ _
-__i warpSize threadIdx M_PI range pass return Kernel TRUE exp x X"""
+FOREIGN = """int float half asm template new delete this NULL min lambda None def class print tl triton cp op_ _
+register __i warpSize threadIdx M_PI range pass return Kernel TRUE exp x X"""
 
 
 @pytest.mark.parametrize("name", FOREIGN.split())
@@ -397,7 +397,8 @@ def test_messages(line, column, message, help):
         ("from .here import a\n", 1, 6, "expected a module's name"),
         ("from here import *\n", 1, 18, "expected a function's name"),
         ("kernal f(x: T):\n    x[0] = 1\n", 1, 1, "'kernal' cannot begin"),
-        ("\0\0\0", 1, 1, "U+0000"),
+        ("\0\0\0", 1, 1, "NUL"),
+        ("fn f(a) = a  # \0\n", 1, 16, "NUL"),
         ("fn f(a) = a\n  fn g(a) = a\n", 2, 3, "indented more"),
         ('fn f(a) = a\n"""\nopen\n', 2, 1, "never closed"),
         ("fn f(a) = (a\n\n\nfn g(a) = a\n", 1, 11, "'(' is never closed"),
