@@ -92,9 +92,11 @@ class Cache:
         try:
             path = self.path(key)
             self._make(path.parent)
-            _write(path, _seal(payload))
+            write_atomically(path, _seal(payload))
         except (OSError, RuntimeError) as error:
-            self._warn(error)
+            # Another process may have been faster, on a system that does not replace a file while it is read.
+            if not self._is_kept(key):
+                self._warn(error)
 
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
         """The entry `key`, made by `build()` where it is missing. What `build` raises passes through, nothing is kept."""
@@ -103,6 +105,12 @@ class Cache:
             found = build()
             self.put(key, found)
         return found
+
+    def _is_kept(self, key: str) -> bool:
+        try:
+            return _open(self.path(key).read_bytes()) is not None
+        except (OSError, RuntimeError):
+            return False
 
     def clear_memory(self) -> None:
         """Forget the copies in memory; the folder stays."""
@@ -139,27 +147,19 @@ def _open(data: bytes) -> bytes | None:
     return payload if whole else None
 
 
-def _write(path: Path, data: bytes) -> None:
-    """`data` at `path`, all or nothing. The name of the temporary file is unique among processes and machines."""
+def write_atomically(path: Path, data: bytes) -> None:
+    """`data` at `path`, all or nothing. Raises OSError; no temporary file is left behind where it can be removed."""
+    # The name of the temporary file is unique among processes, and among machines that share the folder.
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(name, path)
-    except BaseException as error:
+    except BaseException:
         # A leftover is harmless, and the error that brought us here is the one to tell.
         with contextlib.suppress(OSError):
             os.unlink(name)
-        if isinstance(error, OSError) and _is_whole(path):
-            return  # another process was faster, and the system does not replace a file that is being read
         raise
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return _open(path.read_bytes()) is not None
-    except OSError:
-        return False
 
 
 CACHE = Cache()

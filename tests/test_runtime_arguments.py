@@ -227,7 +227,7 @@ def test_a_lazily_negated_view_has_its_sign(m: kgen.KernelModule) -> None:
     assert m.scale(x, a=1.0, k=1).tolist() == [[-2.0, 4.0, -5.0]]
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton"])
 def test_calls_without_work(m: kgen.KernelModule, backend: str) -> None:
     from kgen.runtime import events
 

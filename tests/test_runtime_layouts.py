@@ -174,7 +174,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("n", [8, 17])
 def test_values_of_any_view(view: str, n: int, backend: str) -> None:
@@ -187,7 +187,7 @@ def test_values_of_any_view(view: str, n: int, backend: str) -> None:
     assert (M.centred(x, backend=backend).double() - expected).abs().max() <= bound
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton"])
 @pytest.mark.parametrize("view", [v for v in VIEWS if "expanded" not in v])
 def test_outputs_of_any_strides(view: str, backend: str) -> None:
     out = VIEWS[view](5, 8).fill_(torch.nan)
@@ -196,7 +196,7 @@ def test_outputs_of_any_strides(view: str, backend: str) -> None:
     assert torch.equal(out, a * b)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton"])
 @pytest.mark.parametrize(
     "x", [torch.randn(4, 3, 8).transpose(0, 1), torch.randn(2, 3, 4, 8)[:, :, :2], torch.randn(8), torch.randn(1, 1, 8), torch.randn(3, 1)]
 )
