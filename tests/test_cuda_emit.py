@@ -296,3 +296,20 @@ def test_names_of_the_language_are_legal() -> None:
     c = call(text, "double", int=rand(3, 50), **{"lambda": 2.0})
     check(c, 50)
     compile_cuda(compiled(c).source, compiled(c).entry)
+
+
+@pytest.mark.parametrize("text", [NORM, GATE, GRID])
+def test_wide_variants_use_64_bit_indices_and_keep_the_values(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kgen.runtime.layouts
+
+    monkeypatch.setattr(kgen.runtime.layouts, "_wide", lambda *_: True)
+    x = rand(5, 40)
+    c = {
+        NORM: lambda: call(NORM, "norm", x=x, w=rand(40)),
+        GATE: lambda: call(GATE, "gate_up", gate=x, up=x),
+        GRID: lambda: call(GRID, "grid", x=rand(5, 6, 40), w=rand(40)),
+    }[text]()
+    check(c, 240)
+    program = compiled(c)
+    assert "(long long)blockIdx.x" in program.source
+    compile_cuda(program.source, program.entry)
