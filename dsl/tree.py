@@ -195,9 +195,9 @@ class TreeBuilder(Transformer):
         return children
 
     def param(self, children: list) -> ast.Param:
-        name, _, kind, equal, default = children
+        name, _, kind, _, default = children
         span = self.at(name).to(kind.span if default is None else default.span)
-        if equal is not None and not _is_literal(default):
+        if default is not None and not _is_literal(default):
             self.error(
                 "K0121",
                 f"the default of '{name}' is not a literal",

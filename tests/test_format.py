@@ -110,6 +110,7 @@ MODULES = st.builds(
 )  # fmt: skip
 
 MANY = settings(max_examples=200, deadline=None)
+SOME = settings(max_examples=60, deadline=None)
 
 
 @MANY
@@ -119,7 +120,7 @@ def test_printed_expressions_read_back(expr):
     assert bare(parse_text(text).functions[0].body) == expr
 
 
-@MANY
+@SOME
 @given(MODULES)
 def test_printed_modules_read_back_and_stay(module):
     text = format_module(module)
@@ -127,7 +128,7 @@ def test_printed_modules_read_back_and_stay(module):
     assert format_source(text) == text
 
 
-@MANY
+@SOME
 @given(MODULES, st.integers(0, 2**32))
 def test_formatting_keeps_program_and_comments(module, seed):
     """Write a module with white space and comments strewn in, format it, and compare."""
