@@ -1,0 +1,107 @@
+"""Files and kernels named on the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from kgen.cli.app import UsageError
+from kgen.dsl import ast
+from kgen.dsl.check import check_module
+from kgen.dsl.diagnostics import Diagnostics, DslError, KgenError
+from kgen.dsl.modules import LoadedModule, load
+
+
+def sources(paths: Iterable[Path]) -> list[Path]:
+    """The `.kdsl` files that `paths` name: files as they are, folders with all that is below them. Each once, in order.
+
+    Raises UsageError for a path that is not there, and for a folder without any.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*.kdsl") if not any(part.startswith(".") for part in p.parts[1:]))
+            if not inside:
+                raise UsageError(f"there is no .kdsl file in {path}")
+            found |= dict.fromkeys(inside)
+        elif path.is_file():
+            found[path] = None
+        else:
+            existing(path)
+    return list(found)
+
+
+def existing(path: Path) -> Path:
+    """`path`, which is a file. Raises UsageError, with a near name if there is one, where it is not."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file in it")
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}{_similar(path)}")
+    return path
+
+
+def _similar(path: Path) -> str:
+    if not path.suffix and path.with_suffix(".kdsl").is_file():
+        return f"; did you mean {path.with_suffix('.kdsl')}?"
+    try:
+        names = [p.name for p in path.parent.iterdir() if p.suffix == ".kdsl"]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, 1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def read(path: Path) -> LoadedModule:
+    """The checked module of the file at `path`. Raises DslError with every mistake, KgenError where it cannot be read."""
+    loaded = load(path)
+    diagnostics = Diagnostics()
+    check_module(loaded.module, diagnostics)
+    diagnostics.raise_if_errors()
+    return loaded
+
+
+def split_kernel(text: str) -> tuple[Path, str | None]:
+    """`rope.kdsl:rope` as the file and the kernel; the kernel is None where only a file is named."""
+    path, colon, kernel = text.rpartition(":")
+    if colon and kernel.isidentifier() and not Path(text).exists():
+        return Path(path), kernel
+    return Path(text), None
+
+
+def kernel_of(module: ast.Module, name: str | None) -> ast.Kernel:
+    """The kernel called `name`, or the only one of the file."""
+    names = [k.name for k in module.kernels]
+    if not names:
+        raise KgenError(f"{module.path} has no kernel")
+    if name is None:
+        if len(names) > 1:
+            raise UsageError(
+                f"{module.path} has {len(names)} kernels ({', '.join(names)}); name one, as in {module.path}:{names[0]}"
+            )
+        return module.kernels[0]
+    for k in module.kernels:
+        if k.name == name:
+            return k
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(names)}"
+    raise UsageError(f"{module.path} has no kernel '{name}'; {hint}")
+
+
+def all_errors(error: DslError) -> list[dict[str, object]]:
+    """The mistakes as plain data, for --json."""
+    return [
+        {
+            "file": d.span.source.path,
+            "line": d.span.line,
+            "column": d.span.column,
+            "end_line": d.span.end_line,
+            "end_column": d.span.end_column,
+            "code": d.code,
+            "message": d.message,
+            "label": d.label,
+            "help": d.help,
+            "notes": list(d.notes),
+        }
+        for d in error.diagnostics
+    ]

@@ -1,0 +1,129 @@
+"""The syntax tree, the tile IR and a schedule as text for people to read. Not a format: nothing reads it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+
+from kgen.codegen.schedule import Loop, Scheduled
+from kgen.dsl import ir
+from kgen.dsl.affine import Poly
+from kgen.dsl.source import Span
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "eq": "==", "ne": "!=", "lt": "<",
+    "le": "<=", "gt": ">", "ge": ">=", "and": "and", "or": "or",
+}  # fmt: skip
+
+
+def tree_text(node: object) -> str:
+    """A syntax tree, one node a line, positions as line:column."""
+    return "\n".join(_tree(node, "", ""))
+
+
+def _tree(node: object, label: str, pad: str) -> Iterator[str]:
+    head = f"{pad}{label}: " if label else pad
+    if not is_dataclass(node) or isinstance(node, type):
+        yield f"{head}{node!r}"
+        return
+    own, below = [], []
+    for f in fields(node):
+        value = getattr(node, f.name)
+        if isinstance(value, Span):
+            continue
+        if is_dataclass(value):
+            below.append((f.name, value))
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            below += [(f"{f.name}[{i}]", item) for i, item in enumerate(value)]
+        elif value not in ((), "", None) and not (isinstance(value, tuple) and isinstance(value[0], Span)):
+            own.append(f"{f.name}={value!r}")
+    span = getattr(node, "span", None)
+    place = f"  @{span.line}:{span.column}" if isinstance(span, Span) else ""
+    yield f"{head}{type(node).__name__}({', '.join(own)}){place}"
+    for name, item in below:
+        yield from _tree(item, name, pad + "  ")
+
+
+def kernel_text(kernel: ir.Kernel) -> str:
+    """The tile IR of a kernel: declarations, then one statement a line with dtype and index set of its value."""
+    return "\n".join([*declarations(kernel), "", *_aligned(kernel.body)])
+
+
+def scheduled_text(scheduled: Scheduled) -> str:
+    """A kernel in normal form, under its schedule: the steps that an emitter prints."""
+    s = scheduled.schedule
+    chunks = "".join(f", {axis} in chunks of {chunk}" for axis, chunk in s.chunks)
+    name = f"{s.name}: " if s.name else ""
+    out = [f"# {name}{s.threads} threads, {s.rows} rows a program, vectors of {s.vector}{chunks}"]
+    v = scheduled.variant
+    out += [f"# {d} = {n}" for d, n in v.dims] + [f"# {d} is a multiple of {n}" for d, n in v.multiples if n > 1]
+    for t, c in v.tensors:
+        out.append(
+            f"# {t}: innermost stride {'1' if c.unit else 'any'}, address and other strides multiples of {c.align} bytes"
+        )
+    if v.wide:
+        out.append("# 64-bit index arithmetic")
+    out += [*declarations(scheduled.kernel), ""]
+    for step in scheduled.steps:
+        if isinstance(step, Loop):
+            out.append(f"for {step.axis} in chunks of {step.chunk}:")
+            out += [f"    {line}" for line in _aligned(step.body)]
+        else:
+            out += _aligned(step.body)
+    out += [f"# barrier before the first store to {t}" for t in sorted(scheduled.barriers)]
+    return "\n".join(out)
+
+
+def declarations(kernel: ir.Kernel) -> list[str]:
+    """What a kernel declares: tensors, scalars, constants, indices and requirements."""
+    out = [f"kernel {kernel.name}"]
+    for t in kernel.tensors:
+        dims = [("*" if t.star and i == 0 else "") + str(p) for i, p in enumerate(t.shape)]
+        out.append(f"{t.role:8} {t.name}: {t.dtype}[{', '.join(dims)}]")
+    out += [f"scalar   {p.name}: {p.dtype}" + ("" if p.default is None else f" = {p.default}") for p in kernel.scalars]
+    out += [f"const    {n} = {v}" for n, v in kernel.consts]
+    out += [f"{a.kind:8} {a.name} in {a.extent}" for a in kernel.axes]
+    out += [f"require  {r.left} {r.op} {r.right}" for r in kernel.requires]
+    return out
+
+
+def _aligned(body: Iterable[ir.Stmt]) -> list[str]:
+    lines = [(statement_text(s), s) for s in body]
+    width = min(88, max((len(text) for text, _ in lines), default=0))
+    return [f"{text:{width}}  # {s.value.dtype} {_axes(s.value.axes)}, line {s.span.line}" for text, s in lines]
+
+
+def _axes(axes: frozenset[str]) -> str:
+    return "{" + ", ".join(sorted(axes)) + "}"
+
+
+def statement_text(s: ir.Stmt) -> str:
+    """One statement on one line."""
+    if isinstance(s, ir.Let):
+        return f"{s.name} = {expr_text(s.value)}"
+    at = ", ".join(map(str, s.at))
+    if isinstance(s, ir.Store):
+        return f"{s.tensor}[{at}] = {expr_text(s.value)}"
+    return f"{s.tensor}[{at}] += {expr_text(s.value)}  over {', '.join(s.over)}"
+
+
+def expr_text(e: ir.Expr, inside: bool = False) -> str:
+    """An expression; operators are in brackets wherever they are operands."""
+    match e:
+        case ir.Const():
+            return str(e.value).lower() if isinstance(e.value, bool) else repr(e.value)
+        case ir.Scalar() | ir.Ref():
+            return e.name
+        case ir.IndexValue():
+            return f"({e.index})" if inside and e.index.as_symbol is None else str(e.index)
+        case ir.Load():
+            return f"{e.tensor}[{', '.join(str(s) if isinstance(s, Poly) else expr_text(s) for s in e.at)}]"
+        case ir.Cast():
+            return f"{e.to}({expr_text(e.arg)})"
+        case ir.Reduce():
+            return f"{e.kind}({expr_text(e.arg)}, {', '.join(e.over)})"
+        case ir.Op():
+            if e.fn in _INFIX and len(e.args) == 2:
+                text = f"{expr_text(e.args[0], True)} {_INFIX[e.fn]} {expr_text(e.args[1], True)}"
+                return f"({text})" if inside else text
+            return f"{e.fn}({', '.join(map(expr_text, e.args))})"

@@ -1,0 +1,157 @@
+"""`kgen show`: what becomes of a kernel, stage by stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kgen.cli.app import UsageError, out, print_json
+from kgen.cli.files import existing, kernel_of, read, split_kernel
+from kgen.cli.options import (
+    ConstOption,
+    DimOption,
+    DtypeOption,
+    WithOption,
+    WithoutOption,
+    architectures,
+    choices,
+    refuse_unknown,
+)
+
+if TYPE_CHECKING:
+    from kgen.dsl import ast
+    from kgen.runtime.ahead import Choices, Target
+
+STAGES = ("source", "ast", "ir", "schedule", "cuda", "triton", "ptx", "sass")
+_LEXERS = {"source": "python", "ast": "python", "ir": "python", "schedule": "python", "cuda": "cuda", "triton": "python",
+           "ptx": "ptx", "sass": "text"}  # fmt: skip
+# Two columns of generated code are readable from this width on.
+_WIDE = 160
+
+
+def show(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE[:KERNEL]", help="The file, and the kernel if it has several.", show_default=False),
+    ],
+    stage: Annotated[str, typer.Option("--stage", "-s", help=f"One or several of {', '.join(STAGES)}.")] = "cuda",
+    backend: Annotated[str, typer.Option("--backend", help="cuda or triton: whose schedule, ptx and sass.")] = "cuda",
+    arch: Annotated[str, typer.Option("--arch", help="Architecture of ptx and sass.")] = "sm_90",
+    dim: DimOption = None,
+    dtype: DtypeOption = None,
+    const: ConstOption = None,
+    present: WithOption = None,
+    absent: WithoutOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object with the text of each stage.")] = False,
+) -> None:
+    """Show a kernel at a stage of its compilation; several stages stand side by side where the terminal is wide enough.
+
+    Examples:
+        kgen show swiglu.kdsl:geglu --stage cuda,triton
+        kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
+        kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
+    """
+    path, name = split_kernel(file)
+    stages = _stages(stage)
+    if backend not in ("cuda", "triton"):
+        raise UsageError(f"--backend: '{backend}' is neither cuda nor triton")
+    (target_arch, *more) = architectures(arch)
+    if more:
+        raise UsageError("--arch: show takes one architecture")
+    module = read(existing(path)).module
+    if name is None and set(stages) <= {"source", "ast"}:
+        texts = {s: _module_text(module, s) for s in stages}
+    else:
+        declared = kernel_of(module, name)
+        chosen = choices(dim, dtype, const, present, absent)
+        refuse_unknown(chosen, [declared])
+        texts = _texts(module, declared, stages, chosen, backend, target_arch)
+    if as_json:
+        print_json(texts)
+    else:
+        _print(texts)
+
+
+def _stages(text: str) -> list[str]:
+    stages = list(dict.fromkeys(s.strip() for s in text.split(",") if s.strip()))
+    for s in stages:
+        if s not in STAGES:
+            raise UsageError(f"--stage: there is no stage '{s}'; they are {', '.join(STAGES)}")
+    if not stages:
+        raise UsageError(f"--stage: name one of {', '.join(STAGES)}")
+    return stages
+
+
+def _module_text(module: ast.Module, stage: str) -> str:
+    """A stage that a file has as a whole."""
+    if stage == "ast":
+        from kgen.cli.ir_text import tree_text
+
+        return tree_text(module)
+    return Path(module.path).read_text("utf-8").rstrip("\n")
+
+
+def _texts(
+    module: ast.Module, declared: ast.Kernel, stages: list[str], chosen: Choices, backend: str, arch: str
+) -> dict[str, str]:
+    from kgen.cli.ir_text import kernel_text, scheduled_text, tree_text
+    from kgen.runtime.ahead import binary, target
+
+    made: Target | None = None
+    texts: dict[str, str] = {}
+    for stage in stages:
+        if stage == "source":
+            texts[stage] = "\n".join(_lines(declared))
+            continue
+        if stage == "ast":
+            texts[stage] = tree_text(declared)
+            continue
+        made = made or target(module, declared, chosen)
+        if stage == "ir":
+            texts[stage] = kernel_text(made.kernel)
+        elif stage == "schedule":
+            texts[stage] = scheduled_text(made.scheduled(backend))
+        elif stage in ("cuda", "triton"):
+            texts[stage] = made.program(stage).source
+        else:
+            found = binary(made, made.program(backend), arch)
+            texts[stage] = found.ptx if stage == "ptx" else found.sass
+    return {stage: text.strip("\n").rstrip("\0") for stage, text in texts.items()}
+
+
+def _lines(kernel: ast.Kernel) -> list[str]:
+    """The lines of the file that hold `kernel`."""
+    last = max((s.span.end_line for s in kernel.body), default=kernel.span.end_line)
+    lines = kernel.name_span.source.lines[kernel.span.line - 1 : max(last, kernel.span.end_line)]
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    return list(lines)
+
+
+def _print(texts: dict[str, str]) -> None:
+    console = out()
+    if not console.is_terminal:
+        for i, (stage, text) in enumerate(texts.items()):
+            if len(texts) > 1:
+                typer.echo(f"{chr(10) if i else ''}==== {stage} ====")
+            typer.echo(text)
+        return
+    from rich.panel import Panel
+    from rich.syntax import Syntax
+    from rich.table import Table
+
+    panels = [
+        Panel(Syntax(text, _LEXERS[stage], theme="ansi_dark", background_color="default", word_wrap=True), title=stage)
+        for stage, text in texts.items()
+    ]
+    if len(panels) > 1 and console.width >= _WIDE:
+        grid = Table.grid(expand=True)
+        for _ in panels:
+            grid.add_column(ratio=1)
+        grid.add_row(*panels)
+        console.print(grid)
+    else:
+        for panel in panels:
+            console.print(panel)

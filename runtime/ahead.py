@@ -1,0 +1,295 @@
+"""Kernels without a call: what a kernel is compiled for when there are no tensors yet, only sizes and dtypes.
+
+Tensors are taken to be contiguous and 16-byte aligned, as torch allocates them. Sizes come from the caller or from the
+kernel's `example` statement; what then is compiled in is in the layout's variant and in the manifest (`kgen.runtime.manifest`).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from kgen.codegen.collapse import Merge, collapse
+from kgen.codegen.pipeline import schedule_kernel
+from kgen.codegen.program import Program
+from kgen.codegen.schedule import Scheduled
+from kgen.codegen.shapes import ShapeError, bind_dims, constants, flat_shape
+from kgen.dsl import ast, ir
+from kgen.dsl.check import Signature, Specialization, elaborate, example_sizes, signature_of
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import BF16, DTYPES, DType
+from kgen.runtime import nvrtc
+from kgen.runtime.cache import CACHE, Cache, cache_key
+from kgen.runtime.errors import ArgumentError, BackendError
+from kgen.runtime.layouts import Layout, Memory, layout
+from kgen.runtime.nvrtc import Resources
+
+Value = int | float | bool
+BACKENDS = ("cuda", "triton")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user chose; whatever is not in here has its default.
+
+    dims: sizes of dimensions and of const integers. dtype: for every dtype variable that `dtypes` does not name.
+    consts: values of const parameters, as text. without: optional tensors that are absent (all others are present).
+    """
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    dtype: str | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    consts: Mapping[str, str] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kernel of a file with everything chosen that its compilation depends on.
+
+    `kernel` is as the source has it; `layout.kernel` has neighbouring parallel indices merged, as `merges` says.
+    """
+
+    module: ast.Module
+    signature: Signature
+    kernel: ir.Kernel
+    layout: Layout
+    merges: tuple[Merge, ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return self.kernel.name
+
+    def scheduled(self, backend: str) -> Scheduled:
+        """The kernel in normal form with the default schedule of `backend`."""
+        return schedule_kernel(self.layout.kernel, self.layout.variant, backend)
+
+    def program(self, backend: str) -> Program:
+        """The generated program of `backend`, `cuda` or `triton`."""
+        if backend == "cuda":
+            from kgen.codegen.cuda.emit import emit
+        else:
+            from kgen.codegen.triton.emit import emit
+        return emit(self.scheduled(backend))
+
+
+def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target:
+    """The kernel `declared` of the checked `module` under `choices`.
+
+    Names in `choices` that the kernel does not have are ignored (`unknown_names` finds them). Raises ArgumentError for a
+    choice that does not fit the signature and for a dimension without a size, DslError where the specialised
+    kernel is wrong.
+    """
+    signature = signature_of(declared, Diagnostics())
+    spec = specialization(signature, choices, example_sizes(declared))
+    kernel = elaborate(module, declared.name, spec)
+    dims = _sizes(kernel, choices, example_sizes(declared))
+    shapes = {t.name: flat_shape(t, dims) for t in kernel.tensors}
+    for name, shape in shapes.items():
+        if any(n < 0 for n in shape):
+            raise ArgumentError(
+                f"{kernel.name}: '{name}' would have shape {shape} with {_listed(dims)}; give other sizes"
+            )
+    try:
+        bind_dims(kernel, shapes)
+    except ShapeError as error:
+        raise ArgumentError(str(error)) from None
+    for a in kernel.axes:
+        if a.kind == "parallel" and a.extent.evaluate(dims) <= 0:
+            raise ArgumentError(
+                f"{kernel.name}: index '{a.name}' has no values with {_listed(dims)}, so there is nothing to compile"
+            )
+    memory = {t.name: Memory(shapes[t.name], _contiguous(shapes[t.name]), t.dtype.itemsize, 0) for t in kernel.tensors}
+    where = layout(kernel, dims, memory)
+    return Target(module, signature, kernel, where, collapse(kernel, where.groups)[1])
+
+
+def specialization(signature: Signature, choices: Choices, example: Mapping[str, int]) -> Specialization:
+    """The dtypes, constants and optional tensors that `choices` gives the kernel."""
+    name = signature.name
+    dtypes: dict[str, DType] = {}
+    for var, allowed in signature.dtype_vars.items():
+        text = choices.dtypes.get(var, choices.dtype)
+        if text is None:
+            dtypes[var] = BF16 if BF16 in allowed else allowed[0]
+            continue
+        if text not in DTYPES or DTYPES[text] not in allowed:
+            raise ArgumentError(
+                f"{name}: dtype variable {var} stands for one of {', '.join(map(str, allowed))}, got '{text}'"
+            )
+        dtypes[var] = DTYPES[text]
+    consts: dict[str, Value] = {}
+    for p in signature.scalars:
+        if not p.const:
+            continue
+        kind = DTYPES[p.dtype].kind if p.dtype in DTYPES else "float"
+        if p.name in choices.consts:
+            consts[p.name] = const_value(name, p.name, kind, choices.consts[p.name])
+        elif p.name in choices.dims:
+            consts[p.name] = choices.dims[p.name]
+        elif p.default is not None:
+            consts[p.name] = p.default
+        elif p.name in example:
+            consts[p.name] = example[p.name]
+        else:
+            raise ArgumentError(
+                f"{name}: the const parameter '{p.name}' has no default; give its value: --const {p.name}=..."
+            )
+    optional = {t.name for t in signature.tensors if t.optional}
+    return Specialization(dtypes, consts, frozenset(optional - choices.without))
+
+
+def const_value(kernel: str, name: str, kind: str, text: str) -> Value:
+    """The value that `text` stands for. Raises ArgumentError where it is none of a `kind` (bool, int or float)."""
+    try:
+        if kind == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return int(text, 0) if kind == "int" else float(text)
+    except (KeyError, ValueError):
+        wanted = {"bool": "true or false", "int": "an integer"}.get(kind, "a number")
+        raise ArgumentError(f"{kernel}: const parameter '{name}' must be {wanted}, got '{text}'") from None
+
+
+def unknown_names(choices: Choices, signatures: Iterable[Signature]) -> list[tuple[str, str, list[str]]]:
+    """Names in `choices` that none of the kernels has: (option, name, the names that there are)."""
+    dims: set[str] = set()
+    dtypes: set[str] = set()
+    consts: set[str] = set()
+    optional: set[str] = set()
+    for s in signatures:
+        dtypes |= s.dtype_vars.keys()
+        consts |= {p.name for p in s.scalars if p.const}
+        dims |= {
+            *s.dims,
+            *(p.name for p in s.scalars if p.const and p.dtype in DTYPES and DTYPES[p.dtype].kind == "int"),
+        }
+        optional |= {t.name for t in s.tensors if t.optional}
+    out = []
+    for option, given, there in (
+        ("--dim", choices.dims, dims),
+        ("--dtype", choices.dtypes, dtypes),
+        ("--const", choices.consts, consts),
+        ("--with", choices.given, optional),
+        ("--without", choices.without, optional),
+    ):
+        out += [(option, name, sorted(there)) for name in sorted(given) if name not in there]
+    return out
+
+
+def _sizes(kernel: ir.Kernel, choices: Choices, example: Mapping[str, int]) -> dict[str, int]:
+    sizes = constants(kernel)
+    missing = []
+    for d in kernel.dims:
+        if d in choices.dims:
+            sizes[d] = choices.dims[d]
+        elif d in example:
+            sizes[d] = example[d]
+        else:
+            missing.append(d)
+    if missing:
+        options = " ".join(f"--dim {d}=..." for d in missing)
+        raise ArgumentError(
+            f"{kernel.name}: no size is known for {', '.join(missing)}; give {'it' if len(missing) == 1 else 'them'} "
+            f"({options}), or write an `example` statement into the kernel"
+        )
+    return sizes
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.insert(0, step)
+        step *= max(1, n)
+    return tuple(strides)
+
+
+def _listed(dims: Mapping[str, int]) -> str:
+    return ", ".join(f"{d} = {v}" for d, v in dims.items())
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A program compiled for one architecture: its machine code and PTX, and what it occupies.
+
+    `shared_bytes` is the dynamic shared memory that a launch asks for; `resources` has the static shared memory.
+    """
+
+    cubin: bytes
+    ptx: str
+    resources: Resources
+    shared_bytes: int
+
+    @property
+    def sass(self) -> str:
+        """The machine code, disassembled. Raises KgenError where no `nvdisasm` is found."""
+        return nvrtc.Compiled("kernel", "", self.cubin, self.ptx, "", self.resources).sass
+
+
+def binary(target: Target, program: Program, arch: str, cache: Cache = CACHE) -> Binary:
+    """`program` of `target` compiled for `arch` (`sm_90`), from the cache or by its compiler. No GPU is needed.
+
+    Raises BackendError where the compiler is missing or does not know `arch`.
+    """
+    compiled = _triton if program.backend == "triton" else _cuda
+    key, build = compiled(target, program, arch)
+    head, _, rest = cache.get_or_build(key, lambda: _packed(build())).partition(b"\n")
+    meta = json.loads(head)
+    return Binary(rest[meta["ptx"] :], rest[: meta["ptx"]].decode(), Resources(**meta["resources"]), meta["shared"])
+
+
+def _packed(b: Binary) -> bytes:
+    ptx = b.ptx.encode()
+    head = {"ptx": len(ptx), "resources": asdict(b.resources), "shared": b.shared_bytes}
+    return json.dumps(head).encode() + b"\n" + ptx + b.cubin
+
+
+def _cuda(target: Target, program: Program, arch: str) -> tuple[str, Callable[[], Binary]]:
+    try:
+        version, known = nvrtc.version(), nvrtc.supported_archs()
+    except nvrtc.CudaCompileError as error:
+        raise BackendError(str(error)) from None
+    if arch.removeprefix("sm_").rstrip("af") not in known:
+        raise BackendError(f"NVRTC {version} cannot compile for {arch}; it knows {', '.join(f'sm_{a}' for a in known)}")
+
+    def build() -> Binary:
+        done = nvrtc.compile_cuda(program.source, program.entry, arch, lines=program.lines)
+        return Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, program.shared_bytes)
+
+    return cache_key("cuda-ahead", program.source, program.entry, version, *nvrtc.NUMERICS_FLAGS, arch), build
+
+
+def _triton(target: Target, program: Program, arch: str) -> tuple[str, Callable[[], Binary]]:
+    from kgen.runtime.backends.triton import missing_triton
+
+    missing = missing_triton()
+    if missing is not None:
+        raise BackendError(missing)
+    import triton
+    from triton import knobs
+
+    from kgen.runtime.triton_compile import NUMERICS_OPTIONS, compile_triton
+
+    number = arch.removeprefix("sm_")
+    if not number.isdigit() or int(number) < 75:
+        raise BackendError(f"Triton cannot compile for {arch}; it knows sm_75 and later, without suffix")
+    if knobs.runtime.interpret:
+        raise BackendError("Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it to compile")
+    variant = target.layout.variant
+
+    def build() -> Binary:
+        with tempfile.TemporaryDirectory(prefix="kgen-") as folder:
+            done = compile_triton(program, variant, int(number), Path(folder))
+        return Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, done.shared_bytes)
+
+    options = [f"{k}={v}" for k, v in sorted(NUMERICS_OPTIONS.items())]
+    threads = str(program.schedule.threads)
+    key = cache_key(
+        "triton-ahead", program.source, program.entry, triton.__version__, *options, threads, arch, repr(variant)
+    )
+    return key, build

@@ -1,0 +1,291 @@
+"""Ahead-of-time builds: which files does a kernel become, and what does their manifest say?
+
+Everything is generated and compiled first, several compilers at a time, and written only if all of it succeeded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kgen.codegen.program import Program
+from kgen.dsl import ast
+from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.runtime import eject
+from kgen.runtime.ahead import BACKENDS, Binary, Choices, Target, binary, target
+from kgen.runtime.errors import BackendError
+
+__all__ = ["BACKENDS", "BuildError", "Job", "run"]
+
+Manifest = dict[str, Any]
+
+
+class BuildError(KgenError):
+    """Kernels that cannot be built as they are: one paragraph each. Nothing was written."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to build into the folder `place`. `source_hash` is that of its file and what that imports."""
+
+    module: ast.Module
+    kernel: ast.Kernel
+    choices: Choices
+    place: Path
+    backends: tuple[str, ...]
+    archs: tuple[str, ...]
+    source_hash: str
+    allow_spills: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The number of compilations."""
+        return len(self.backends) * len(self.archs)
+
+
+@dataclass(frozen=True)
+class _Made:
+    job: Job
+    target: Target
+    programs: dict[str, Program]
+
+
+def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lambda what: None) -> dict[Path, Manifest]:
+    """Build `jobs`; the manifest of each folder. `workers` 0 is one for each CPU core; `done` is told each compilation.
+
+    Raises BuildError with everything that failed, BackendError where a compiler is missing, KgenError where a folder cannot
+    be written to.
+    """
+    made: list[_Made] = []
+    failures: list[str] = []
+    for job in jobs:
+        with _collected(failures, job):
+            goal = target(job.module, job.kernel, job.choices)
+            made.append(_Made(job, goal, {b: goal.program(b) for b in job.backends}))
+    binaries: dict[tuple[int, str, str], Binary] = {}
+    pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="kgen-build")
+    try:
+        waiting: dict[Future[Binary], tuple[int, str, str]] = {}
+        for i, m in enumerate(made):
+            for backend, program in m.programs.items():
+                for arch in m.job.archs:
+                    waiting[pool.submit(binary, m.target, program, arch)] = (i, backend, arch)
+        for future in as_completed(waiting):
+            i, backend, arch = waiting[future]
+            with _collected(failures, made[i].job):
+                found = future.result()
+                if not made[i].job.allow_spills:
+                    _refuse_spills(made[i].target, backend, arch, found)
+                binaries[i, backend, arch] = found
+            done(f"{made[i].target.name} for {backend} {arch}")
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failures:
+        raise BuildError("\n".join(failures) + "\nNothing was written.")
+    return _write(made, binaries)
+
+
+@contextlib.contextmanager
+def _collected(failures: list[str], job: Job) -> Iterator[None]:
+    """Keep what a kernel's author must change for the end; a missing compiler ends the build at once."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except DslError as error:
+        failures.append(f"{job.kernel.name}: this combination of dtypes and constants is wrong:\n{error}")
+    except KgenError as error:
+        failures.append(str(error))
+
+
+def _refuse_spills(target: Target, backend: str, arch: str, found: Binary) -> None:
+    r = found.resources
+    spilled = r.spill_store_bytes + r.spill_load_bytes
+    if spilled:
+        raise BuildError(
+            f"{target.name}: the {backend} kernel for {arch} spills registers ({r.spill_store_bytes} bytes stored, "
+            f"{r.spill_load_bytes} bytes loaded a thread, {r.registers} registers), which makes it slow; "
+            f"take other sizes, or --allow-spills"
+        )
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _write(made: list[_Made], binaries: dict[tuple[int, str, str], Binary]) -> dict[Path, Manifest]:
+    import json
+
+    files: dict[Path, bytes] = {}
+    manifests: dict[Path, Manifest] = {}
+
+    def add(place: Path, name: str, data: str | bytes) -> str:
+        if place / name in files:
+            raise BuildError(f"two kernels would both be written to {place / name}; build them into different folders")
+        files[place / name] = data.encode() if isinstance(data, str) else data
+        return name
+
+    for i, m in enumerate(made):
+        place = m.job.place
+        manifest = manifests.setdefault(place, _head(m.job))
+        entry = kernel_entry(m.target)
+        manifest["kernels"][m.target.name] = entry
+        for backend, program in m.programs.items():
+            manifest["compilers"][backend] = _compiler(backend)
+            stem = m.target.name + ("_triton" if backend == "triton" else "")
+            text = (eject.triton_source if backend == "triton" else eject.cuda_source)(m.target, program)
+            source = add(place, f"{stem}.py" if backend == "triton" else f"{stem}.cu", text)
+            own = entry["backends"][backend] = backend_entry(m.target, program, source, text)
+            for arch in m.job.archs:
+                found = binaries[i, backend, arch]
+                cubin = add(place, f"{stem}.{arch}.cubin", found.cubin)
+                ptx = add(place, f"{stem}.{arch}.ptx", found.ptx)
+                own["binaries"][arch] = binary_entry(program, found, cubin, ptx)
+    for place, manifest in manifests.items():
+        add(place, "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    for path, data in files.items():
+        _put(path, data)
+    return manifests
+
+
+def _put(path: Path, data: bytes) -> None:
+    """`data` at `path`, all or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".kgen-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise KgenError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _umask() -> int:
+    # There is no way to ask without setting it; the build's threads are done by now.
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# ---- manifest ------------------------------------------------------------------------------------------------------
+
+
+def _head(job: Job) -> Manifest:
+    import kgen
+
+    return {
+        "format": 1,
+        "kgen": kgen.__version__,
+        "source": {"file": Path(job.module.path).name, "sha256": job.source_hash},
+        "compilers": {},
+        "kernels": {},
+    }
+
+
+def _compiler(backend: str) -> str:
+    if backend == "cuda":
+        from kgen.runtime import nvrtc
+
+        return f"NVRTC {nvrtc.version()} {' '.join(nvrtc.NUMERICS_FLAGS)}"
+    import triton
+
+    return f"Triton {triton.__version__}"
+
+
+def kernel_entry(target: Target) -> Manifest:
+    """What all backends of a kernel share: signature, specialisation, and what is assumed of a call."""
+    kernel, variant = target.kernel, target.layout.variant
+    known = eject.known_dims(target)
+    present = {t.name for t in kernel.tensors}
+    return {
+        "signature": eject.signature_text(kernel),
+        "doc": kernel.doc.strip(),
+        "line": kernel.span.line,
+        "dtypes": {name: str(d) for name, d in kernel.dtypes},
+        "consts": dict(kernel.consts),
+        "optional": {t.name: t.name in present for t in target.signature.tensors if t.optional},
+        "tensors": [
+            {
+                "name": t.name,
+                "dtype": str(t.dtype),
+                "shape": [("*" if t.star and i == 0 else "") + str(p) for i, p in enumerate(t.shape)],
+                "role": t.role,
+                "innermost_stride_1": variant.tensor(t.name).unit,
+                "align_bytes": variant.tensor(t.name).align,
+            }
+            for t in kernel.tensors
+        ],
+        "scalars": [{"name": s.name, "dtype": str(s.dtype), "default": s.default} for s in kernel.scalars],
+        "dims": {
+            "compiled": {d: known[d] for d in kernel.dims if d in known},
+            "run_time": [d for d in kernel.dims if d not in known],
+            "derived": {d: str(p) for d, p in eject.derived_dims(target).items()},
+            "multiples": {d: n for d, n in variant.multiples if n > 1},
+            "tuned_for": {d: target.layout.dims[d] for d in kernel.dims},
+        },
+        "index_bits": 64 if variant.wide else 32,
+        "assumes": eject.assumptions(target),
+        "backends": {},
+    }
+
+
+def backend_entry(target: Target, program: Program, file: str, text: str) -> Manifest:
+    """How the kernel of one backend is launched. `file` holds `text`, the ejected source."""
+    s = program.schedule
+    out: Manifest = {
+        "file": file,
+        "sha256": _sha256(text),
+        "entry": program.entry,
+        "grid": eject.grid_formula(target, program),
+        "block": s.threads,
+        "arguments": [
+            {"kind": a.kind, "name": a.name, "dtype": str(a.dtype)}
+            | ({"axis": a.axis} if a.kind == "stride" else {})
+            | {"meaning": eject.argument_text(target, a)}
+            for a in program.args
+        ],
+        "schedule": {
+            "name": s.name, "threads": s.threads, "rows": s.rows, "vector": s.vector, "chunks": dict(s.chunks),
+        },
+        "launch_bounds": s.threads,
+        "binaries": {},
+    }  # fmt: skip
+    if program.backend == "triton":
+        out["host_function"] = f"launch_{program.entry}"
+        out["num_warps"] = s.threads // 32
+        del out["schedule"]["vector"]
+    return out
+
+
+def binary_entry(program: Program, found: Binary, cubin: str, ptx: str) -> Manifest:
+    """The files for one architecture and what the kernel occupies.
+
+    `trailing_null_pointers`: a launch of the binary passes so many null pointers after the arguments (Triton's scratch memory).
+    """
+    entry = re.search(rf"\.entry\s+{re.escape(program.entry)}\s*\((.*?)\)", found.ptx, re.S)
+    params = entry.group(1).count(".param") if entry else len(program.args)
+    return {
+        "cubin": cubin,
+        "ptx": ptx,
+        "sha256": _sha256(found.cubin),
+        **asdict(found.resources),
+        "dynamic_shared_bytes": found.shared_bytes,
+        "trailing_null_pointers": params - len(program.args),
+    }
+
+
+def _sha256(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
