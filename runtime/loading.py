@@ -11,12 +11,13 @@ from pathlib import Path
 
 from kgen.dsl import ast
 from kgen.dsl.check import check_module
-from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.source import SourceFile
 from kgen.runtime.kernel import Kernel
 
 
 class KernelModule:
-    """The kernels of one file, as attributes (`module.rms_norm`) and by name (`module["rms_norm"]`); iterates over names."""
+    """The kernels of one file, as attributes (`module.rms_norm`) and by name (`module["rms_norm"]`); iterates names."""
 
     def __init__(self, module: ast.Module) -> None:
         self.__name__ = Path(module.path).stem
@@ -66,15 +67,9 @@ def load(path: str | os.PathLike[str]) -> KernelModule:
 
     Raises DslError with every mistake in it, KgenError where it cannot be read.
     """
-    from kgen.dsl.modules import load as load_ast
+    from kgen.dsl.modules import load as load_file
 
-    try:
-        module = load_ast(Path(path))
-    except OSError as error:
-        raise KgenError(f"cannot read {error.filename or os.fspath(path)}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise KgenError(f"cannot read {os.fspath(path)}: it is not UTF-8 text ({error})") from None
-    return _module(module)
+    return _module(load_file(path).module)
 
 
 def loads(text: str, name: str = "<string>") -> KernelModule:
@@ -82,9 +77,9 @@ def loads(text: str, name: str = "<string>") -> KernelModule:
 
     Raises DslError with every mistake.
     """
-    from kgen.dsl.modules import loads as load_ast
+    from kgen.dsl.modules import load_source
 
-    return _module(load_ast(text, name))
+    return _module(load_source(SourceFile(name, text)).module)
 
 
 def _module(module: ast.Module) -> KernelModule:
