@@ -1,7 +1,7 @@
 """Kernels without a call: what a kernel is compiled for when there are no tensors yet, only sizes and dtypes.
 
 Tensors are taken to be contiguous and 16-byte aligned, as torch allocates them. Sizes come from the caller or from the
-kernel's `example` statement; what then is compiled in is in the layout's variant and in the manifest (`kgen.runtime.manifest`).
+kernel's `example` statement; what is then compiled in is in the layout's variant.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kgen.runtime.nvrtc import Resources
 
 Value = int | float | bool
 BACKENDS = ("cuda", "triton")
+_ANY = 1024  # the size of a dimension that changes nothing
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class Target:
 def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target:
     """The kernel `declared` of the checked `module` under `choices`.
 
-    Names in `choices` that the kernel does not have are ignored (`unknown_names` finds them). Raises ArgumentError for a
-    choice that does not fit the signature and for a dimension without a size, DslError where the specialised
+    Names in `choices` that the kernel does not have are ignored (`unknown_names` finds them). Raises ArgumentError for
+    a choice that does not fit the signature and for a dimension without a size, DslError where the specialised
     kernel is wrong.
     """
     signature = signature_of(declared, Diagnostics())
@@ -183,14 +184,17 @@ def unknown_names(choices: Choices, signatures: Iterable[Signature]) -> list[tup
 
 def _sizes(kernel: ir.Kernel, choices: Choices, example: Mapping[str, int]) -> dict[str, int]:
     sizes = constants(kernel)
+    needed = _needed(kernel)
     missing = []
     for d in kernel.dims:
         if d in choices.dims:
             sizes[d] = choices.dims[d]
         elif d in example:
             sizes[d] = example[d]
-        else:
+        elif d in needed:
             missing.append(d)
+        else:
+            sizes[d] = _ANY
     if missing:
         options = " ".join(f"--dim {d}=..." for d in missing)
         raise ArgumentError(
@@ -198,6 +202,16 @@ def _sizes(kernel: ir.Kernel, choices: Choices, example: Mapping[str, int]) -> d
             f"({options}), or write an `example` statement into the kernel"
         )
     return sizes
+
+
+def _needed(kernel: ir.Kernel) -> frozenset[str]:
+    """The dimensions whose sizes change what is generated: those of tiles and of strides, and, where vectors run along
+    a parallel index, all."""
+    if not kernel.tiles:
+        return frozenset(kernel.dims)
+    polys = [a.extent for a in kernel.tiles] + [p for t in kernel.tensors for p in t.shape[1:]]
+    polys += [p for r in kernel.requires for p in (r.left, r.right)]
+    return frozenset[str]().union(*(p.symbols for p in polys))
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

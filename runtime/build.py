@@ -61,8 +61,8 @@ class _Made:
 def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lambda what: None) -> dict[Path, Manifest]:
     """Build `jobs`; the manifest of each folder. `workers` 0 is one for each CPU core; `done` is told each compilation.
 
-    Raises BuildError with everything that failed, BackendError where a compiler is missing, KgenError where a folder cannot
-    be written to.
+    Raises BuildError with everything that failed, BackendError where a compiler is missing, KgenError where a folder
+    cannot be written to.
     """
     made: list[_Made] = []
     failures: list[str] = []
@@ -273,7 +273,8 @@ def backend_entry(target: Target, program: Program, file: str, text: str) -> Man
 def binary_entry(program: Program, found: Binary, cubin: str, ptx: str) -> Manifest:
     """The files for one architecture and what the kernel occupies.
 
-    `trailing_null_pointers`: a launch of the binary passes so many null pointers after the arguments (Triton's scratch memory).
+    `trailing_null_pointers`: a launch of the binary passes so many null pointers after the arguments (Triton's scratch
+    memory).
     """
     entry = re.search(rf"\.entry\s+{re.escape(program.entry)}\s*\((.*?)\)", found.ptx, re.S)
     params = entry.group(1).count(".param") if entry else len(program.args)

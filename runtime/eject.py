@@ -1,7 +1,7 @@
 """Generated sources that stand alone: how is a kernel launched by someone who has no kgen?
 
-The `.cu` gets a comment that says it; the `_triton.py` gets a host function that does it, and that refuses tensors which
-the kernel was not compiled for.
+The `.cu` gets a comment that says it; the `_triton.py` gets a host function that does it, and that refuses tensors
+which the kernel was not compiled for.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def star_texts(target: Target) -> list[str]:
         dim = t.shape[0].as_symbol if t.star else None
         if dim is not None and dim not in known_dims(target):
             rest = len(t.shape) - 1
-            out.setdefault(dim, f"{dim} = number of elements of {t.name}" if not rest else
-                           f"{dim} = product of all dimensions of {t.name} but the last" + (f" {rest}" if rest > 1 else ""))  # fmt: skip
+            text = f"product of all dimensions of {t.name} but the last" + (f" {rest}" if rest > 1 else "")
+            out.setdefault(dim, f"{dim} = {text if rest else f'number of elements of {t.name}'}")
     return list(out.values())
 
 
@@ -242,7 +242,7 @@ class _Host:
         return f"{head}\nimport torch\nimport triton\n{tail.rstrip()}\n\n\n{host}"
 
     def _poly(self, p: Poly) -> str:
-        return str(p.substitute(self.known).substitute(self.spelled))
+        return str(p.substitute(self.known).substitute(self.spelled)).replace("*", " * ")
 
     @staticmethod
     def _value(value: float | int | bool) -> str:

@@ -1,6 +1,7 @@
 """The command line: `kgen check | fmt | new | show | build | doctor | cache`. One file for each command.
 
-Exit codes: 0 all is well; 1 the user's files or arguments have mistakes; 2 wrong usage, or something is missing on this machine.
+Exit codes: 0 all is well; 1 the user's files or arguments have mistakes; 2 wrong usage, or something is missing on
+this machine.
 """
 
 from __future__ import annotations

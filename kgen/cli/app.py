@@ -1,6 +1,6 @@
 """What all commands share: how errors end a command, and the two consoles.
 
-Results go to standard output, everything else (errors, progress, advice) to standard error. Colour is for terminals only.
+Results go to standard output, everything else (errors, progress, advice) to standard error. Colour is for terminals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kgen.dsl.diagnostics import DslError, KgenError
 
 OK, MISTAKES, USAGE = 0, 1, 2
 
-# The base of what Typer raises for wrong options: click's own class, which some versions of Typer bring along privately.
+# The base of what Typer raises for wrong options: click's own class, which some versions of Typer bring privately.
 _REFUSED: type[Exception] = [c for c in typer.BadParameter.__mro__ if issubclass(c, Exception) and c is not Exception][
     -1
 ]
@@ -59,7 +59,8 @@ def declare(app: typer.Typer, command: Callable[..., None], panel: str) -> None:
     lines = [line.strip() for line in examples.strip().splitlines()]
     # Rich joins the lines of a paragraph; an empty one keeps each example on its own.
     epilog = "\n\n".join(["[bold]Examples[/bold]", *(f"  {line}" for line in lines)]) if lines else None
-    app.command(name=command.__name__, help=text.strip(), epilog=epilog, rich_help_panel=panel)(command)
+    paragraphs = [" ".join(p.split()) for p in text.strip().split("\n\n")]
+    app.command(name=command.__name__, help="\n\n".join(paragraphs), epilog=epilog, rich_help_panel=panel)(command)
 
 
 def _exit_code(error: KgenError) -> int:

@@ -50,8 +50,8 @@ def build(
 ) -> None:
     """Write each kernel as <kernel>.cu and <kernel>_triton.py with cubin, PTX and a manifest. Needs no GPU.
 
-    The sources stand alone: the .cu compiles with nvcc or NVRTC, the .py runs with torch and triton. manifest.json says what
-    each was compiled for and how to launch it. Sizes that must be known come from the kernel's example statement or from --dim.
+    The sources stand alone: the .cu compiles with nvcc or NVRTC, the .py runs with torch and triton. manifest.json says
+    what each was compiled for and how to launch it. Sizes come from the kernel's example statement or from --dim.
 
     Examples:
         kgen build rms_norm.kdsl --arch sm_90 --out build/
@@ -137,7 +137,5 @@ def _summary(place: Path, name: str, entry: dict[str, Any]) -> None:
         for arch, figures in made["binaries"].items():
             spill = f", {figures['local_bytes']} bytes of local memory" if figures["local_bytes"] else ""
             shared = f", {figures['shared_bytes']} bytes shared" if figures["shared_bytes"] else ""
-            out().print(
-                f"{place / figures['cubin']}: {name}, {backend}, {arch}, {figures['registers']} registers{shared}{spill}",
-                markup=False,
-            )
+            used = f"{figures['registers']} registers{shared}{spill}"
+            out().print(f"{place / figures['cubin']}: {name}, {backend}, {arch}, {used}", markup=False)

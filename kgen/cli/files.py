@@ -53,7 +53,7 @@ def _similar(path: Path) -> str:
 
 
 def read(path: Path) -> LoadedModule:
-    """The checked module of the file at `path`. Raises DslError with every mistake, KgenError where it cannot be read."""
+    """The checked module of the file at `path`. Raises DslError with every mistake, KgenError if it cannot be read."""
     loaded = load(path)
     diagnostics = Diagnostics()
     check_module(loaded.module, diagnostics)

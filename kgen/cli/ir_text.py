@@ -59,7 +59,7 @@ def scheduled_text(scheduled: Scheduled) -> str:
     out += [f"# {d} = {n}" for d, n in v.dims] + [f"# {d} is a multiple of {n}" for d, n in v.multiples if n > 1]
     for t, c in v.tensors:
         out.append(
-            f"# {t}: innermost stride {'1' if c.unit else 'any'}, address and other strides multiples of {c.align} bytes"
+            f"# {t}: innermost stride {'1' if c.unit else 'any'}, address, other strides multiples of {c.align} bytes"
         )
     if v.wide:
         out.append("# 64-bit index arithmetic")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from kgen.cli.app import UsageError, out
 from kgen.dsl.diagnostics import DslError, KgenError
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Starting points."""
 
     elementwise = "elementwise"
@@ -23,20 +23,20 @@ class Kind(str, Enum):
 _ELEMENTWISE = '''"""What {name} computes, and where the formula comes from."""
 
 kernel {name}(x: T[*M, N], scale: f32 = 1.0) -> (y: T[*M, N]):
-    example M = 4096, N = 4096                  # typical sizes, for kgen build, show and diff
-    parallel m in M, n in N                     # every element on its own: spread all of them over programs
-    y[m, n] = scale * x[m, n]                   # computed in f32, rounded once to T
+    example M = 4096, N = 4096  # typical sizes, for kgen build, show and diff
+    parallel m in M, n in N  # every element on its own: spread all of them over programs
+    y[m, n] = scale * x[m, n]  # computed in f32, rounded once to T
 '''
 
 _ROW = '''"""What {name} computes, and where the formula comes from."""
 
 kernel {name}(x: T[*M, N], w: W[N]?, eps: f32 = 1e-6) -> (y: T[*M, N]):
-    example M = 16384, N = 4096                 # typical sizes, for kgen build, show and diff
-    parallel m in M                             # rows are spread over programs
-    tile n in N                                 # a program holds its row whole, so it may reduce over n
+    example M = 16384, N = 4096  # typical sizes, for kgen build, show and diff
+    parallel m in M  # rows are spread over programs
+    tile n in N  # a program holds its row whole, so it may reduce over n
     c = x[m, n] - mean(x[m, n], n)
     h = c * rsqrt(mean(c * c, n) + eps)
-    if w:                                       # an optional tensor: settled when a variant is compiled
+    if w:  # an optional tensor: settled when a variant is compiled
         y[m, n] = h * w[n]
     else:
         y[m, n] = h

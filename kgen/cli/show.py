@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from kgen.runtime.ahead import Choices, Target
 
 STAGES = ("source", "ast", "ir", "schedule", "cuda", "triton", "ptx", "sass")
-_LEXERS = {"source": "python", "ast": "python", "ir": "python", "schedule": "python", "cuda": "cuda", "triton": "python",
-           "ptx": "ptx", "sass": "text"}  # fmt: skip
+_LEXERS = {"cuda": "cuda", "ptx": "ptx", "sass": "text"}  # the others read as Python
 # Two columns of generated code are readable from this width on.
 _WIDE = 160
 
@@ -143,7 +142,10 @@ def _print(texts: dict[str, str]) -> None:
     from rich.table import Table
 
     panels = [
-        Panel(Syntax(text, _LEXERS[stage], theme="ansi_dark", background_color="default", word_wrap=True), title=stage)
+        Panel(
+            Syntax(text, _LEXERS.get(stage, "python"), theme="ansi_dark", background_color="default", word_wrap=True),
+            title=stage,
+        )
         for stage, text in texts.items()
     ]
     if len(panels) > 1 and console.width >= _WIDE:

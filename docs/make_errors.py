@@ -1,0 +1,60 @@
+"""Writes docs/errors.md from the tables of error codes: `python docs/make_errors.py`. A test checks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kgen.dsl.check.codes import CHECKER_CODES
+from kgen.dsl.codes import IMPORT_CODES, PARSER_CODES, Code
+from kgen.dsl.proofs.codes import PROOF_CODES
+
+PAGE = Path(__file__).with_name("errors.md")
+
+_HEAD = """# Errors
+
+Every mistake in a `.kdsl` file has a code. For each code this page has the smallest file that earns it and the same
+file corrected. `kgen check` prints all mistakes of all files at once:
+
+```
+error[K0203]: value still carries tile index 'n'
+ --> norm.kdsl:5:5
+  |
+5 |     y[m] = x[m, n] * 2.0
+  |     ^^^^ indices {m, n}, but the target has {m}
+  = help: reduce it first, for example sum(x[m, n] * 2.0, n)
+```
+
+This page is made by `docs/make_errors.py` from the tables that the tests run."""
+
+_SECTIONS = (
+    ("Spelling and grammar", PARSER_CODES),
+    ("Imports", IMPORT_CODES),
+    ("Names, types and index sets", CHECKER_CODES),
+    ("Bounds, races and in-place updates", PROOF_CODES),
+)
+_WIDTH = 120
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for title, codes in _SECTIONS:
+        parts.append(f"## {title}")
+        parts += [_entry(code) for code in sorted(codes, key=lambda c: c.code)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _entry(code: Code) -> str:
+    return f"### {code.code}: {code.title}\n\nWrong:\n\n{_block(code.wrong)}\n\nRight:\n\n{_block(code.right)}"
+
+
+def _block(text: str) -> str:
+    return "\n".join(["```", *map(_cut, text.rstrip("\n").split("\n")), "```"])
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4].rstrip()} ..."
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
