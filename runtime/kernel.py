@@ -182,7 +182,8 @@ class Kernel:
             for i, s in zip(self._scalar_at, kernel.scalars, strict=True)
         ]
         event = events.Launch(self.name, executor.name, str(device), 0)
-        if prod(max(0, a.extent.evaluate(dims)) for a in kernel.parallel) == 0:
+        empty = all(0 in a.shape for a in arguments if a.written)
+        if empty or prod(max(0, a.extent.evaluate(dims)) for a in kernel.parallel) == 0:
             # Nothing to launch. A sum over no programs is zero; any other output has no elements.
             sums = {s.tensor for s in kernel.body if isinstance(s, ir.Accumulate)}
             zeroed = [i for i, t in enumerate(outputs) if t.name in sums]
