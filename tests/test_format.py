@@ -60,9 +60,11 @@ SUBSCRIPTS = st.builds(lambda n, a: ast.Subscript(n, tuple(a), AT, AT), NAMES, s
 TARGETS = SUBSCRIPTS | st.builds(lambda n: ast.Name(n, AT), NAMES)
 PAIRS = st.lists(st.tuples(TARGETS, EXPRS), min_size=1, max_size=3)
 BINDINGS = st.lists(st.builds(lambda n, e: ast.Binding(n, e, AT), NAMES, EXPRS), min_size=1, max_size=3).map(tuple)
+SIZES = st.builds(lambda n, v: ast.ExampleSize(n, ast.Number(v, AT), AT), NAMES, st.integers(0, 2**40))
 SIMPLE = (
     st.builds(lambda k, b: ast.Bind(k, b, AT), st.sampled_from(["parallel", "tile"]), BINDINGS)
     | st.builds(lambda e: ast.Require(e, AT), EXPRS)
+    | st.lists(SIZES, min_size=1, max_size=8).map(lambda s: ast.Example(tuple(s), AT))
     | PAIRS.map(lambda p: ast.Assign(tuple(t for t, _ in p), tuple(e for _, e in p), AT))
     | st.builds(lambda t, e: ast.Accumulate(t, e, AT), SUBSCRIPTS, EXPRS)
 )
