@@ -64,7 +64,14 @@ class _Emitter:
             k: self.names.fresh(f"mask_{self.names[k]}") for k, d in self.blocks.dims.items() if d.ragged and k != ROW
         }
         self.memory = Memory(
-            kernel, self.variant, self.blocks, self.indices, self.arg_names, self.expressions.value, self.masks
+            kernel,
+            self.variant,
+            self.blocks,
+            self.indices,
+            self.arg_names,
+            self.expressions.value,
+            self.masks,
+            self.names.fresh,
         )
         self.chunk_starts: dict[str, str] = {}  # names of the loop variables
         self.stored: set[str] = set()
@@ -164,6 +171,7 @@ class _Emitter:
             else:
                 for s in step.body:
                     lines += self._statement(s, lanes)
+        prelude += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
         out = [_Line(t) for t in _used(prelude, (line.text for line in lines))]
         return [*out, _Line(""), *lines] if out else lines
 

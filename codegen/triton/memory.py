@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kgen.codegen.triton.blocks import Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.index import Indices
 from kgen.codegen.triton.intrinsics import TYPES, lowest, stored
-from kgen.codegen.triton.text import Text, binary, call, literal, method
+from kgen.codegen.triton.text import ATOM, Text, binary, call, literal, method
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -54,10 +54,12 @@ class Memory:
         args: ArgNames,
         value: Callable[[ir.Expr], Value],
         masks: dict[str, str],
+        fresh: Callable[[str], str],
     ) -> None:
         self.kernel, self.variant = kernel, variant
         self.blocks, self.indices = blocks, indices
-        self.args, self.value, self.masks = args, value, masks
+        self.args, self.value, self.masks, self.fresh = args, value, masks, fresh
+        self.rows: dict[tuple[str, str], str] = {}  # (tensor, address) to the name of a row pointer
 
     # -- masks ---------------------------------------------------------------------------------------------------
     def mask(self, dims: tuple[str, ...], only: frozenset[str] | None = None) -> Text | None:
@@ -105,21 +107,30 @@ class Memory:
 
     # -- addresses -----------------------------------------------------------------------------------------------
     def _pointer(self, tensor: ir.Tensor, offset: _Offset) -> Value:
-        parts = [Value(Text(self.args.pointer[tensor.name]))]
+        start = Value(Text(self.args.pointer[tensor.name]))
         if offset.row:
-            row = self._sum(offset.row)
-            multiple = min(offset.multiple, self.variant.tensor(tensor.name).align // tensor.dtype.itemsize)
-            if multiple > 1 and not row.text.literal:
-                row = Value(call("tl.multiple_of", row.text, str(multiple)), row.dims)
-            parts.append(row)
-        if offset.inside:
-            parts.append(self._sum(offset.inside))
-        return self._sum([p for p in parts if p.text.text != "0"])
+            row = self._aligned(self._sum(offset.row), tensor, offset.multiple)
+            start = self._sum([start, row])
+            if not offset.gathers and not self.blocks.flat:
+                start = self._row_pointer(tensor, start)
+        return self._sum([start, *offset.inside])
+
+    def _aligned(self, offset: Value, tensor: ir.Tensor, multiple: int) -> Value:
+        """`offset`, of which `multiple` is a divisor, with the part of it that the tensor's alignment can use."""
+        multiple = min(multiple, self.variant.tensor(tensor.name).align // tensor.dtype.itemsize)
+        if multiple < 2 or len(offset.dims) > 1 or offset.text.strength == ATOM:
+            return offset
+        return Value(call("tl.multiple_of", offset.text, str(multiple)), offset.dims)
+
+    def _row_pointer(self, tensor: ir.Tensor, start: Value) -> Value:
+        """A name for the address of the program's rows of a tensor, the same wherever they are touched."""
+        key = tensor.name, start.text.text
+        if key not in self.rows:
+            self.rows[key] = self.fresh(f"{tensor.name}_row")
+        return Value(Text(self.rows[key]), start.dims)
 
     def _sum(self, terms: list[Value]) -> Value:
-        dims = self.blocks.order(k for t in terms for k in t.dims)
-        out = align(terms[0], dims) if len(terms) == 1 else terms[0].text
-        have = terms[0].dims
+        have, out = terms[0].dims, terms[0].text
         for t in terms[1:]:
             union = self.blocks.order((*have, *t.dims))
             out = binary("+", align(Value(out, have), union), align(t, union))
@@ -154,7 +165,9 @@ class Memory:
             factor = power_of_two_factor(row, self.variant)
             out.multiple = min(out.multiple, 16 if stride is not None and axis < len(tensor.shape) - 1 else factor)
         if inside.terms:
-            out.inside.append(self._times(self.indices.code(inside), stride))
+            term = self._times(self.indices.code(inside), stride)
+            strided = stride is not None and axis < len(tensor.shape) - 1
+            out.inside.append(self._aligned(term, tensor, 16) if strided else term)
 
     def _gathered(
         self, out: _Offset, tensor: ir.Tensor, axis: int, index: Value, star: str | None, rank: int
