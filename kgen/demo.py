@@ -1,0 +1,178 @@
+"""`make demo`: every shipped op, built for both backends and run at the widths of Llama 3 8B.
+
+On a GPU where there is one, else on the CPU's executors, it prints how far each backend is from float64, how much of
+the derived error bound that is, and how far the two backends are from each other. The exit code is 1 if any is
+outside its bound.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import kgen
+from kgen import ops
+from kgen.codegen.interpret import interpret
+from kgen.codegen.tolerance import compare, error_bound
+from kgen.dsl.check import Specialization
+from kgen.dsl.dtypes import BF16
+from kgen.runtime.kernel import Kernel
+from kgen.runtime.loading import load_packaged
+
+# Llama 3 8B: hidden size, width of the feed-forward layer, query and key heads, features a head, vocabulary.
+HIDDEN, FEED, HQ, HK, HEAD, VOCAB = 4096, 14336, 32, 8, 128, 128256
+GENERATED = Path("build") / "demo"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with arguments: `make(rows, rand)` gives them, `rand(*shape)` makes a bf16 tensor on the device."""
+
+    kernel: Kernel
+    shape: str
+    make: Callable[[int, Callable[..., torch.Tensor]], dict[str, Any]]
+
+
+def cases() -> Iterator[Case]:
+    """The shipped kernels. Arguments are named as in their signatures."""
+
+    def packaged(file: str, name: str) -> Kernel:
+        return getattr(load_packaged(f"{file}.kdsl"), name)
+
+    example = Path(__file__).resolve().parent.parent / "examples" / "vec_add.kdsl"
+    if example.exists():  # not part of an installed package
+        yield Case(kgen.load(example).vec_add, f"{HIDDEN}", lambda m, r: {"a": r(m, HIDDEN), "b": r(m, HIDDEN)})
+    for name in ("swiglu", "geglu", "geglu_tanh"):
+        yield Case(packaged("swiglu", name), f"{FEED}", lambda m, r: {"gate": r(m, FEED), "up": r(m, FEED)})
+    for rounded in (False, True):
+        yield Case(
+            packaged("rms_norm", "rms_norm"),
+            f"{HIDDEN}, {'Llama' if rounded else 'Gemma'}",
+            lambda m, r, rounded=rounded: {
+                "x": r(m, HIDDEN), "w": r(HIDDEN), "offset": 0.0 if rounded else 1.0, "round_first": rounded,
+            },
+        )  # fmt: skip
+    yield Case(
+        packaged("layer_norm", "layer_norm"),
+        f"{HIDDEN}",
+        lambda m, r: {"x": r(m, HIDDEN), "w": r(HIDDEN), "b": r(HIDDEN)},
+    )
+    for name in ("softmax", "log_softmax"):
+        yield Case(packaged("softmax", name), f"{VOCAB}", lambda m, r: {"x": r(max(2, m // 8), VOCAB)})
+    for interleaved in (False, True):
+        yield Case(
+            packaged("rope", "rope"),
+            f"{HQ}+{HK} heads of {HEAD}, {'interleaved' if interleaved else 'halves'}",
+            lambda m, r, interleaved=interleaved: {
+                "q": r(1, m, HQ, HEAD), "k": r(1, m, HK, HEAD), "cos": r(m, HEAD), "sin": r(m, HEAD),
+                "interleaved": interleaved,
+            },
+        )  # fmt: skip
+
+
+def run(case: Case, device: torch.device, rows: int, table: Table) -> bool:
+    """Run one case on every backend that can; add its rows to the table. False if one is outside its bound."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(torch.bfloat16)
+
+    arguments = case.make(rows, rand)
+    signature = case.kernel.signature
+    given = {name: v for name, v in arguments.items() if isinstance(v, torch.Tensor)}
+    consts = {s.name: arguments.get(s.name, s.default) for s in signature.scalars if s.const}
+    spec = Specialization(dict.fromkeys(signature.dtype_vars, BF16), consts, frozenset(given))  # type: ignore[arg-type]  # each const has a default
+    scalars = {s.name: arguments[s.name] for s in signature.scalars if not s.const and s.name in arguments}
+    ir = case.kernel.specialize(spec)
+    exact = interpret(ir, given, scalars, precision="f64")
+    bound = error_bound(ir, given, scalars)
+    names = [t.name for t in signature.outputs]
+
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    for status in kgen.backends(device):
+        if status.name == "reference":
+            continue
+        if not status.available:
+            table.add_row(
+                case.kernel.name, case.shape, status.name, status.executor, "-", "-", "-", f"skipped: {status.reason}"
+            )
+            continue
+        started = time.perf_counter()
+        out = case.kernel(**arguments, backend=status.name)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        results[status.name] = dict(zip(names, out if isinstance(out, tuple) else (out,), strict=True))
+        other = results.get("cuda") if status.name == "triton" else None
+        error = max((results[status.name][n].double() - exact[n]).abs().max().item() for n in names)
+        share = max(compare(results[status.name][n], exact[n], bound[n]).ratio for n in names)
+        between = (
+            max((results["triton"][n].double() - other[n].double()).abs().max().item() for n in names)
+            if other
+            else None
+        )
+        verdict = "[green]ok[/]" if share <= 1 else "[bold red]WRONG[/]"
+        table.add_row(
+            case.kernel.name, case.shape, status.name, status.executor, f"{error:.2e}",
+            f"{share:.0%}", "" if between is None else f"{between:.2e}", f"{verdict} ({seconds:.1f} s)",
+        )  # fmt: skip
+        if share > 1:
+            return False
+    return True
+
+
+def main() -> int:
+    """Build, run and print. Returns the exit code."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a log has no width of its own
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # On a CPU every thread of the kernel is simulated, and Triton is interpreted: a few rows show the same.
+    rows = 1024 if device.type == "cuda" else 2
+    console.print(f"kgen {kgen.__version__} on {_describe(device)}: bf16, {rows} rows")
+
+    from kgen.cli.build import build  # late: it brings in the whole compiler
+
+    console.print(f"Building the shipped ops for both backends (sm_90) into {GENERATED}/")
+    build([str(Path(ops.__file__).parent)], arch="sm_90", folder=GENERATED)
+
+    table = Table(title="shipped ops against float64", title_justify="left")
+    for column in ("op", "width", "backend", "executor", "max error", "of bound", "cuda - triton", "result"):
+        table.add_column(column, justify="right" if column in ("max error", "of bound", "cuda - triton") else "left")
+    good = True
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("running")
+        for case in cases():
+            bar.update(task, description=f"running {case.kernel.name}")
+            good &= run(case, device, rows, table)
+    console.print(table)
+    console.print(
+        "max error: largest distance from float64. of bound: the largest share of the rounding error that the numerics "
+        "contract allows for these inputs; a result that is the float64 value rounded to bf16 can reach 100%. "
+        "cuda - triton: largest distance between the two backends."
+    )
+    console.print(f"Generated sources: {GENERATED}/<file>/<op>.cu and <op>_triton.py")
+    if not good:
+        console.print("[bold red]A result lies outside its bound.[/]")
+    return 0 if good else 1
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "the CPU (no GPU found: CUDA C runs on the host executor, Triton in its interpreter)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

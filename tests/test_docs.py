@@ -1,0 +1,45 @@
+"""The documentation says what is true: generated parts are current, examples check, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kgen.dsl.check import check_module
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.parser import parse_text
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def test_generated_parts_of_the_readme_are_current() -> None:
+    result = subprocess.run([sys.executable, str(ROOT / "docs" / "render.py"), "--check"], cwd=ROOT, check=False)
+    assert result.returncode == 0, "run: python docs/render.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text("utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_whole_kernels_in_the_docs_check() -> None:
+    blocks = [
+        b
+        for page in PAGES
+        if page.name != "errors.md"
+        for b in re.findall(r"```\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    ]
+    kernels = [b for b in blocks if re.search(r"^kernel ", b, re.MULTILINE) and "error[" not in b]
+    assert kernels
+    for text in kernels:
+        diagnostics = Diagnostics()
+        check_module(parse_text(text, "docs.kdsl"), diagnostics)
+        assert not diagnostics.items, "\n".join(d.render() for d in diagnostics.items)
