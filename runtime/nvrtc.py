@@ -18,6 +18,7 @@ from typing import Any
 
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.source import Span
+from kgen.runtime.foreign_caches import before_cupy
 
 NUMERICS_FLAGS = ("--fmad=true", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
@@ -85,11 +86,14 @@ def compile_cuda(
     if arch.removeprefix("sm_").rstrip("af") not in supported:
         known = ", ".join(f"sm_{a}" for a in supported)
         raise CudaCompileError(f"NVRTC {version()} cannot compile for {arch!r}; it knows {known}")
-    options = ("--std=c++17", f"--gpu-architecture={arch}", *NUMERICS_FLAGS, "--ptxas-options=-v", *flags)
+    options = ["--std=c++17", f"--gpu-architecture={arch}", *NUMERICS_FLAGS, "--ptxas-options=-v", *flags]
+    if tuple(nvrtc.getVersion()) >= (12, 9):
+        # From 12.9 on NVRTC has a cache of its own, and what comes out of it comes without the figures of ptxas.
+        options.append("--no-cache")
     program = nvrtc.createProgram(source, f"{entry}.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(program, options)
+            nvrtc.compileProgram(program, tuple(options))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program).strip() or str(error)
             raise CudaCompileError(_rejected(entry, log, lines)) from None
@@ -155,6 +159,7 @@ def find_tool(name: str) -> str:
 
 
 def _nvrtc() -> Any:
+    before_cupy()
     try:
         from cupy_backends.cuda.libs import nvrtc
 
