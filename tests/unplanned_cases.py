@@ -114,8 +114,8 @@ def _quantize(x):
     return (x / s[..., None]).round().to(torch.int8), s
 
 
-def _template(half, float, __i=2.0):
-    x = (half * float + __i) * 1.0
+def _template(half, float, **scalars):
+    x = half * float + scalars.get("__i", 2.0)
     total = x.sum(-1)
     return x - total[..., None] / half.shape[-1], total
 
