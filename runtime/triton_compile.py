@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
 from types import ModuleType
@@ -43,8 +43,9 @@ class TritonCompileError(KgenError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel: `cubin` for compute capability `cap` (90 for sm_90) and its `ptx`; `shared_bytes` is the dynamic
-    shared memory that a launch must ask for, `threads` the threads of a program."""
+    """A compiled kernel: `cubin` for compute capability `cap` (90 for sm_90) and its `ptx`; `shared_bytes` is the
+    dynamic shared memory that a launch must ask for, `threads` the threads of a program. `handle` is Triton's own
+    object, which can load and launch it."""
 
     entry: str
     cap: int
@@ -52,6 +53,7 @@ class Compiled:
     ptx: str
     shared_bytes: int
     threads: int
+    handle: Any = field(repr=False, compare=False)
 
     @property
     def sass(self) -> str:
@@ -61,7 +63,7 @@ class Compiled:
 
     @property
     def resources(self) -> Resources:
-        """Registers, local memory and spills, as `ptxas -v` reports them for this PTX. Raises KgenError without `ptxas`."""
+        """Registers, local memory and spills, as `ptxas -v` reports them. Raises KgenError without `ptxas`."""
         target = re.search(r"^\.target (\w+)", self.ptx, re.M)
         arch = target.group(1) if target else f"sm_{self.cap}"
         tool = "ptxas-blackwell" if self.cap >= 100 else "ptxas"
@@ -123,8 +125,8 @@ def signature(program: Program) -> dict[str, str]:
 
 
 def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -> Compiled:
-    """Compile `program`, emitted for `variant`, for compute capability `cap` (80, 90, 100). The module's file and Triton's
-    own cache entries are kept under `folder` and Triton's cache folder.
+    """Compile `program`, emitted for `variant`, for compute capability `cap` (80, 90, 100). The module's file is kept
+    in `folder`; Triton keeps a cache of its own.
 
     Raises TritonCompileError where Triton is missing or rejects the module.
     """
@@ -143,7 +145,13 @@ def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -
     except Exception as error:  # Triton raises its own, MLIR's and ptxas's errors, without a common base
         raise TritonCompileError(_rejected(program, error)) from error
     return Compiled(
-        program.entry, cap, built.asm["cubin"], built.asm["ptx"], built.metadata.shared, program.schedule.threads
+        program.entry,
+        cap,
+        built.asm["cubin"],
+        built.asm["ptx"],
+        built.metadata.shared,
+        program.schedule.threads,
+        built,
     )
 
 

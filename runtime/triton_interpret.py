@@ -1,9 +1,9 @@
 """Run a generated Triton module on CPU tensors, by Triton's own semantics over numpy.
 
-`TRITON_INTERPRET=1` decides at import time what every `@triton.jit` in the process is, and its interpreter replaces functions
-of `triton.language` while it runs. Here the module's imports are answered with stand-ins instead: the same
-functions of `triton.language`, bound to Triton's semantic analysis over a numpy builder of our own. Nothing
-outside is touched, and any number of threads may run at once.
+`TRITON_INTERPRET=1` decides at import time what every `@triton.jit` in the process is, and its interpreter replaces
+functions of `triton.language` while it runs. Here the module's imports are answered with stand-ins instead: the same
+functions of `triton.language`, bound to Triton's semantic analysis over a numpy builder of our own. Nothing outside is
+touched, and any number of threads may run at once.
 
 The builder differs from Triton's where that departs from the GPU: bf16 is rounded to nearest even (Triton's interpreter
 truncates), floats saturate when they become integers, `tl.maximum` ignores NaN unless told otherwise, and libdevice is
@@ -144,8 +144,11 @@ class _Language:
         return bound
 
     def _own(self, value: Any) -> Any:
-        """Some functions of `triton.language` make its plain tensors."""
-        return self.tensor(value.handle, value.type) if type(value) is self._real.tensor else value
+        """`value` as a tensor of ours: some functions of `triton.language` make its plain ones."""
+        if type(value) is not self._real.tensor:
+            return value
+        kind: Any = value.type
+        return self.tensor(value.handle, kind)
 
     def _make(self, data: np.ndarray, dtype: Any) -> Any:
         if data.ndim == 0:

@@ -5,7 +5,8 @@ program takes several), then one for each tile index in S in order of declaratio
 extent is not, the lanes beyond it are masked.
 
 A flat kernel over several indices whose innermost extent is a multiple of a vector has two dimensions instead of one:
-vectors and lanes of a vector. The indices are then divided out once a vector, and the lanes are contiguous by construction.
+vectors and lanes of a vector. The indices are then divided out once a vector, and the lanes are contiguous by
+construction.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from kgen.codegen.names import Names
 from kgen.codegen.program import Arg, Program
 from kgen.codegen.schedule import Loop, Scheduled
 from kgen.codegen.templating import environment, render
-from kgen.codegen.triton.blocks import ROW, Blocks, Value, align
+from kgen.codegen.triton.blocks import ROW, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.expressions import Expressions
 from kgen.codegen.triton.identity import MaskedLanes
 from kgen.codegen.triton.index import Definition, Indices, program_indices
-from kgen.codegen.triton.intrinsics import SIGNATURE
+from kgen.codegen.triton.intrinsics import TYPES
 from kgen.codegen.triton.memory import ArgNames, Memory
 from kgen.codegen.triton.reductions import Accumulator, masked, reduced
 from kgen.codegen.triton.reserved import HELPERS, RESERVED
@@ -137,7 +137,9 @@ class _Emitter:
         for dim in sorted({d for d, _ in self.arg_names.part}):
             sizes = [v for (d, _), v in self.arg_names.part.items() if d == dim]
             out.append(Definition(self.names[dim], " * ".join(sizes)))
-        found, mask = program_indices(self.indices, self._spelling, self.names.fresh, self.variant.wide)
+        parallel = self.kernel.parallel
+        multiple = power_of_two_factor(parallel[-1].extent, self.variant) if parallel else 1
+        found, mask = program_indices(self.indices, self._spelling, self.names.fresh, self.variant.wide, multiple)
         out += found
         if mask:
             self.masks[ROW] = mask
@@ -275,10 +277,9 @@ class _Emitter:
             if isinstance(s, ir.Let) and isinstance(s.value, ir.Load):
                 lanes = prod(self.blocks.dims[k].size for k in self.blocks.of(s.value.axes))
                 sizes[s.value.tensor] = min(lanes, sizes.get(s.value.tensor, lanes))
+        threads = self.scheduled.schedule.threads
         return frozenset(
-            t.name
-            for t in self.kernel.tensors
-            if t.role == "inout" and sizes.get(t.name, self.scheduled.schedule.threads) < self.scheduled.schedule.threads
+            t.name for t in self.kernel.tensors if t.role == "inout" and sizes.get(t.name, threads) < threads
         )
 
     # -- the file ------------------------------------------------------------------------------------------------
@@ -305,7 +306,8 @@ class _Emitter:
         return Program("triton", entry, source, self.args, self.scheduled.schedule, 0, spans)
 
     def _parameter(self, a: Arg) -> str:
-        return self._identifier(a) if a.kind == "tensor" else f"{self._identifier(a)}: tl.{_ANNOTATION[SIGNATURE[a.dtype.name]]}"
+        name = self._identifier(a)
+        return name if a.kind == "tensor" else f"{name}: {TYPES[a.dtype.name]}"
 
     def _about(self) -> list[str]:
         """Comment lines: what the file computes, what it was compiled for and how to launch it."""
@@ -322,8 +324,10 @@ class _Emitter:
         if unit:
             out.append(f"Innermost stride 1: {', '.join(unit)}.")
         for b in by_bytes:
-            out.append(f"Address and other strides multiples of {b} bytes: {', '.join(t for t, v in aligned.items() if v == b)}.")
-        multiples = [f"{d} of {m}" for d, m in variant.multiples if m > 1 and variant.dim(d) is None and d in kernel.dims]
+            names = ", ".join(t for t, v in aligned.items() if v == b)
+            out.append(f"Address and other strides multiples of {b} bytes: {names}.")
+        unknown = [(d, m) for d, m in variant.multiples if variant.dim(d) is None and d in kernel.dims]
+        multiples = [f"{d} of {m}" for d, m in unknown if m > 1]
         if multiples:
             out.append(f"Multiples: {', '.join(multiples)}.")
         rows = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in kernel.parallel) or "1"
@@ -331,12 +335,6 @@ class _Emitter:
         grid = rows if per == 1 else f"triton.cdiv({rows}, {per})"
         out.append(f"Launch: grid ({grid},), num_warps={self.scheduled.schedule.threads // 32}.")
         return out
-
-
-_ANNOTATION = {
-    "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "i1": "int1", "i8": "int8", "u8": "uint8",
-    "i16": "int16", "i32": "int32", "i64": "int64",
-}  # fmt: skip
 
 
 def _used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """Expressions: how is a value computed from its operands?
 
-Operands broadcast by name in the IR; here each is given the dimensions of the result, with `[:, None]` where it has fewer.
+Operands broadcast by name in the IR; here each is given the dimensions of the result, with `[:, None]` where it has
+fewer.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 from kgen.codegen.triton.blocks import Blocks, Value, align
@@ -12,8 +14,10 @@ from kgen.codegen.triton.index import Indices
 from kgen.codegen.triton.intrinsics import TYPES, cast, spell, typed
 from kgen.codegen.triton.text import Text, literal, method
 from kgen.dsl import ir
-from kgen.dsl.dtypes import F32, I32, DType
+from kgen.dsl.dtypes import BOOL, F32, F64, I32, I64, DType
 
+# Functions that are printed as calls and take numbers as well as blocks.
+_CALLS = frozenset(("div", "floordiv", "maximum", "minimum", "mod", "pow", "where"))
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _I32_LIMIT = 2**31
 
@@ -61,19 +65,36 @@ class Expressions:
         return Value(method(v.text, "to", "tl.int64"), v.dims) if widen else v
 
     def _small(self, e: ir.Expr) -> bool:
-        """Whether `e` is index arithmetic that is exact in 32 bits: it need not be widened to be compared or converted."""
+        """Whether `e` is index arithmetic that is exact in 32 bits: it is compared and converted as it is."""
         if not isinstance(e, ir.IndexValue):
             return False
         limit = self.indices.bound(e.index)
         return limit is not None and limit < _I32_LIMIT
 
+    def _literal(self, v: Value, e: ir.Expr, fn: str, alone: bool) -> Value:
+        """The bare literal `v` of `e` as an operand of `fn`, given its type where Triton would take another one.
+        `alone`: no operand beside it has a type."""
+        value = _value(e) if isinstance(e, ir.Const) else int(v.text.text)
+        if fn in _CALLS:
+            # Triton makes a literal i32 or f32 by itself, then promotes it to the type of the other operand.
+            fits = _natural(value) == e.dtype if alone else e.dtype.kind != "float" or _survives(value, e.dtype)
+        else:
+            fits = not alone  # an operator gives it the type of the other operand
+        return v if fits else Value(typed(value, e.dtype))
+
     def _cast(self, e: ir.Cast) -> Value:
         if isinstance(e.arg, ir.Const):
             value = _value(e.arg)
+            if e.arg.dtype == F32 and e.to == F64:
+                value = ctypes.c_float(value).value  # what the constant is in its own type
             if e.to == e.to.compute:
                 return Value(literal(_converted(value, e.to)))
             return Value(method(typed(_converted(value, e.to), e.to), "to", TYPES[e.dtype.name]))
-        v = self._index(e.arg, widen=False) if isinstance(e.arg, ir.IndexValue) and self._small(e.arg) else self.value(e.arg)
+        v = (
+            self._index(e.arg, widen=False)
+            if isinstance(e.arg, ir.IndexValue) and self._small(e.arg)
+            else self.value(e.arg)
+        )
         if v.text.literal:
             v = Value(typed(int(v.text.text), e.arg.dtype))
         source = I32 if self._small(e.arg) else e.arg.dtype
@@ -85,28 +106,31 @@ class Expressions:
             self._index(a, widen=False) if narrow and isinstance(a, ir.IndexValue) and self._small(a) else self.value(a)
             for a in e.args
         ]
-        operands = range(1, 3) if e.fn == "where" else range(len(parts))
-        # A function of nothing but literals would take their Python types: the first is given the IR's.
-        if all(parts[i].text.literal for i in operands):
-            i = operands[0]
-            arg = e.args[i]
-            value = _value(arg) if isinstance(arg, ir.Const) else int(parts[i].text.text)
-            if e.fn != "where" or e.dtype not in (F32, I32):
-                parts[i] = Value(typed(value, arg.dtype))
-        else:
-            for i in operands:
-                if parts[i].text.literal and _takes_own_type(e.fn) and e.args[i].dtype not in (F32, I32):
-                    arg = e.args[i]
-                    value = _value(arg) if isinstance(arg, ir.Const) else int(parts[i].text.text)
-                    parts[i] = Value(typed(value, arg.dtype))
+        first = 1 if e.fn == "where" else 0
+        alone = all(p.text.literal for p in parts[first:])
+        for i in range(first, len(parts)):
+            if parts[i].text.literal:
+                parts[i] = self._literal(parts[i], e.args[i], e.fn, alone)
         dims = self.blocks.order(k for p in parts for k in p.dims)
         texts = [align(p, dims) for p in parts]
         return Value(spell(e.fn, texts, e.dtype, e.args[-1].dtype), dims)
 
 
-def _takes_own_type(fn: str) -> bool:
-    """Whether a literal operand of `fn` would not take the other operand's type: a call, not an operator."""
-    return fn in ("maximum", "minimum", "pow", "floordiv", "mod")
+def _natural(value: float | int | bool) -> DType:
+    """The type that Triton gives a literal on its own."""
+    if isinstance(value, bool):
+        return BOOL
+    if isinstance(value, int):
+        return I32 if -(2**31) <= value < 2**31 else I64
+    normal = 2.0**-126 <= abs(value) < 2.0**128
+    return F32 if normal or value != value or value in (0.0, float("inf"), float("-inf")) else F64
+
+
+def _survives(value: float | int | bool, dtype: DType) -> bool:
+    """Whether a float literal has the right value and type after it was made by itself and promoted to `dtype`."""
+    if _natural(value) != F32:
+        return dtype == F64
+    return dtype == F32 or value != value or ctypes.c_float(value).value == value
 
 
 def _value(e: ir.Const) -> float | int | bool:

@@ -1,21 +1,22 @@
 """Masked lanes: what do the lanes beyond a ragged edge hold, and does a reduction have to select them away?
 
-A load may give its masked lanes a value (`other=`). Where that value, taken through the arithmetic, arrives at a reduction
-as its identity, nothing more is to be done: zeros stay zeros under `x * x`. Otherwise the reduction selects the identity
-itself. Values are followed exactly or not at all.
+A load may give its masked lanes a value (`other=`). Where that value, taken through the arithmetic, arrives at a
+reduction as its identity, nothing more is to be done: zeros stay zeros under `x * x`. Otherwise the reduction selects
+the identity itself. Values are followed exactly or not at all.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from kgen.codegen.triton.intrinsics import identity
 from kgen.dsl import ir
 
 Number = float | int | bool
 
-_FOLD: dict[str, Callable[..., Number]] = {
+_FOLD: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a, "abs": abs,
     "maximum": max, "minimum": min, "exp": math.exp, "exp2": lambda a: 2.0**a, "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b,

@@ -47,8 +47,8 @@ class Indices:
         return Value(out, dims)
 
     def split(self, p: Poly) -> tuple[Poly, Poly]:
-        """`p` as (over the whole block's rows, inside a row): terms with a tile index or the lanes of a vector stay inside,
-        and constants with them."""
+        """`p` as (over the whole block's rows, inside a row): terms with a tile index or the lanes of a vector stay
+        inside, and constants with them."""
         inside = {a.name for a in self.kernel.tiles}
         if self.blocks.flat and self.kernel.parallel:
             inside.add(self.kernel.parallel[-1].name)
@@ -122,9 +122,10 @@ class Indices:
 
 
 def program_indices(
-    indices: Indices, spelling: Callable[[str], str], fresh: Callable[[str], str], wide: bool
+    indices: Indices, spelling: Callable[[str], str], fresh: Callable[[str], str], wide: bool, multiple: int
 ) -> tuple[list[Definition], str]:
-    """How a program finds its parallel indices, and the name of the mask of its rows (empty where every row counts)."""
+    """How a program finds its parallel indices, and the name of the mask of its rows (empty where every row counts).
+    `multiple`: a power of two that divides the innermost parallel extent."""
     kernel, blocks = indices.kernel, indices.blocks
     axes = kernel.parallel
     if not axes:
@@ -149,7 +150,12 @@ def program_indices(
     if ROW in blocks.dims:
         mask = fresh(f"mask_{flat_index}")
         count = _product([indices.code(e).text for e in extents])
-        out.append(Definition(mask, f"{flat_index} < {count.within(SUM)}"))
+        note = ""
+        if blocks.flat and len(axes) == 1 and multiple > 1 and not extents[0].is_constant:
+            # An argument cannot carry the hint, a product can: masks are then known to be alike within a vector.
+            count = binary("*", binary("//", count, Text(str(multiple))), Text(str(multiple)))
+            note = f"the extent is a multiple of {multiple}; spelled out, it lets Triton use wide accesses"
+        out.append(Definition(mask, f"{flat_index} < {count.within(SUM)}", note))
     if len(axes) > 1:
         out += _divided(indices, spelling, flat_index, extents, lanes)
     return out, mask

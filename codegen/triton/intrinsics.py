@@ -1,8 +1,8 @@
 """Scalar functions: how is each one spelled in Triton, such that it keeps the numerics contract?
 
 f32 division and square root are the IEEE ones (`tl.div_rn`, `tl.sqrt_rn`; `/` and `tl.sqrt` are approximate for f32 and
-exact for f64). `tl.exp`, `tl.exp2` and `tl.rsqrt` are the hardware's; the rest of the transcendental functions is libdevice's.
-Integer `//` and `%` floor. Everything here takes operands that are already broadcast against each other.
+exact for f64). `tl.exp`, `tl.exp2` and `tl.rsqrt` are the hardware's; the rest of the transcendental functions is
+libdevice's. Integer `//` and `%` floor. Everything here takes operands that are already broadcast against each other.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _HELPER = {"floordiv": "_floordiv", "mod": "_mod", "sign": "_sign"}
 
 
 def typed(value: float | int | bool, dtype: DType) -> Text:
-    """A scalar constant of exactly `dtype`: a bare literal takes its type from the other operand, and alone it is i32 or
-    f32."""
+    """A scalar constant of exactly `dtype`: a bare literal takes its type from the other operand, and alone it is
+    i32 or f32."""
     return call("tl.full", "[]", literal(value), TYPES[dtype.name])
 
 
@@ -79,8 +79,8 @@ def cast(arg: Text, source: DType, to: DType) -> Text:
 
 
 def stored(arg: Text, source: DType, to: DType) -> Text:
-    """`arg` of compute type `source` converted to `to`. Floats become narrow integers by way of i32: they saturate there,
-    as the hardware conversion does, and wrap from there on."""
+    """`arg` of compute type `source` converted to `to`. Floats become narrow integers by way of i32: they saturate
+    there, as the hardware conversion does, and wrap from there on."""
     if to == source:
         return arg
     if to == BOOL:

@@ -1,7 +1,7 @@
 """Memory: where is an element, which lanes may touch it, and what is proved about its alignment?
 
-An address is `pointer + row offset + offset inside the row`. The row offset is 64-bit and carries the proved alignment as
-`tl.multiple_of`; the offset inside the row is 32-bit unless the variant is wide, and is contiguous where the
+An address is `pointer + row offset + offset inside the row`. The row offset is 64-bit and carries the proved alignment
+as `tl.multiple_of`; the offset inside the row is 32-bit unless the variant is wide, and is contiguous where the
 innermost stride is 1, in which case no multiplication by it is written.
 """
 
@@ -18,7 +18,6 @@ from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import DType
-
 
 _LINE = 106  # columns, beside the four of the function's indentation
 
@@ -74,8 +73,8 @@ class Memory:
 
     # -- statements ----------------------------------------------------------------------------------------------
     def load(self, name: str, e: ir.Load, other: float | int | bool | None) -> tuple[list[str], tuple[str, ...]]:
-        """The lines of `name = tl.load(...)`, widened to the compute type, and the dimensions of its block; masked lanes
-        hold `other`, or anything if it is None."""
+        """The lines of `name = tl.load(...)`, widened to the compute type, and the dimensions of its block; masked
+        lanes hold `other`, or anything if it is None."""
         tensor = self.kernel.tensor(e.tensor)
         offset = self._offset(tensor, e.at)
         pointer = self._pointer(tensor, offset)
@@ -169,9 +168,7 @@ class Memory:
             strided = stride is not None and axis < len(tensor.shape) - 1
             out.inside.append(self._aligned(term, tensor, 16) if strided else term)
 
-    def _gathered(
-        self, out: _Offset, tensor: ir.Tensor, axis: int, index: Value, star: str | None, rank: int
-    ) -> None:
+    def _gathered(self, out: _Offset, tensor: ir.Tensor, axis: int, index: Value, star: str | None, rank: int) -> None:
         """A subscript that is a value, or the flattened index of a starred dimension that memory holds in parts."""
         if rank == 1 or star is None:
             stride = self.args.stride.get((tensor.name, axis, 0))

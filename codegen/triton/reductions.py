@@ -18,7 +18,7 @@ _HELPER = {"prod": "_prod", "max": "_maximum", "min": "_minimum", "argmax": "_ar
 
 
 def reduced(e: ir.Reduce, arg: Value, blocks: Blocks, position: Text | None) -> Value:
-    """`arg` folded over `e.over`. `position` is the index along the axis of an argmax or argmin, of the shape of `arg`."""
+    """`arg` folded over `e.over`. `position`, of the shape of `arg`, is the index along an argmax or argmin."""
     out, dims = arg.text, arg.dims
     if e.kind in ("any", "all"):
         out = method(out, "to", "tl.int32") if e.arg.dtype == BOOL else out

@@ -9,7 +9,8 @@ LAMBDA, COMPARE, BIT_OR, BIT_XOR, BIT_AND, SHIFT, SUM, PRODUCT, UNARY, ATOM = ra
 
 _BINARY = {
     "==": COMPARE, "!=": COMPARE, "<": COMPARE, "<=": COMPARE, ">": COMPARE, ">=": COMPARE,
-    "|": BIT_OR, "^": BIT_XOR, "&": BIT_AND, "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT, "//": PRODUCT, "%": PRODUCT,
+    "|": BIT_OR, "^": BIT_XOR, "&": BIT_AND, "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT,
+    "//": PRODUCT, "%": PRODUCT,
 }  # fmt: skip
 
 
