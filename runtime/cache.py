@@ -8,7 +8,10 @@ refuses, compiled kernels stay in memory and work goes on; a folder that cannot 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
+import functools
 import hashlib
 import os
 import tempfile
@@ -29,6 +32,14 @@ def cache_key(*parts: str | bytes) -> str:
         h.update(len(data).to_bytes(8, "little"))
         h.update(data)
     return h.hexdigest()
+
+
+@functools.cache
+def temporary_folder(name: str) -> Path:
+    """A folder that lives as long as the process, for where `Cache.folder(name)` has none."""
+    folder = tempfile.TemporaryDirectory(prefix=f"kgen-{name}-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def default_root() -> Path:
@@ -63,10 +74,12 @@ class Cache:
         return self.root / key[:2] / key[2:]
 
     def folder(self, name: str) -> Path | None:
-        """The sub-folder `name`, made if need be, for tools that keep files of their own; None where it cannot be."""
+        """The sub-folder `name`, made if need be, for tools that keep files of their own; None where it cannot be used."""
         try:
             path = self.root / name
             self._make(path)
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, "the folder cannot be written to", str(path))
         except (OSError, RuntimeError) as error:
             self._warn(error)
             return None

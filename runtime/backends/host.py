@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Arg, Program
 from kgen.dsl import ir
 from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slots, bf16_bits, programs
-from kgen.runtime.cache import Cache
+from kgen.runtime.cache import Cache, temporary_folder
 from kgen.runtime.layouts import Layout
 
 
@@ -34,7 +32,7 @@ class CudaHost(Executor):
         from kgen.runtime.host_executor import compile_host
 
         program = emit(schedule_kernel(layout.kernel, layout.variant, "cuda"))
-        folder = cache.folder("host") or Path(tempfile.mkdtemp(prefix="kgen-host-"))
+        folder = cache.folder("host") or temporary_folder("host")
         return _HostBuilt(program, compile_host(host_source(program), program.entry, cache_dir=folder))
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend on CPU tensors: the generated source, program by program, by Triton's semantics over numpy."""
+"""The Triton backend on CPU tensors: the generated Triton source, interpreted program by program in numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
 from kgen.dsl import ir
-from kgen.runtime import triton_interpret
 from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slots, programs
 from kgen.runtime.backends.triton import missing_triton
 from kgen.runtime.cache import Cache
@@ -27,7 +26,7 @@ class TritonInterpreter(Executor):
         return missing_triton()
 
     def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.codegen.triton.emit import emit
+        from kgen.codegen.triton import emit
 
         return _Interpreted(emit(schedule_kernel(layout.kernel, layout.variant, "triton")))
 
@@ -37,17 +36,19 @@ class _Interpreted(Built):
         self.program = program
 
     def prepare(self, layout: Layout) -> tuple[Launch, int]:
+        from kgen.runtime.triton_interpret import run
+
         program = self.program
         assert program is not None
         slots = Slots.of(program.args, layout)
         grid = programs(program, layout)
 
         def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
-            arguments: list[Any] = list(slots.values)
+            values: list[Any] = list(slots.values)
             for i, k in slots.tensors:
-                arguments[i] = tensors[k].detach()
+                values[i] = tensors[k].detach()
             for i, k in slots.scalars:
-                arguments[i] = scalars[k]
-            triton_interpret.run(program, grid, arguments)
+                values[i] = scalars[k]
+            run(program, grid, values)
 
         return launch, grid
