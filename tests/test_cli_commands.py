@@ -226,7 +226,7 @@ def test_show_gives_each_stage() -> None:
     assert (code, err) == (0, "")
     texts = json.loads(out)
     assert list(texts) == ["source", "ast", "ir", "schedule", "cuda", "triton"]
-    assert texts["source"].startswith("kernel rms_norm(x: T[*M, N]")
+    assert texts["source"].startswith("kernel rms_norm(")
     assert texts["source"].endswith("y[m, n] = x[m, n] * r * (offset + w[n])")
     assert "Param(name='eps')" in texts["ast"]
     assert "r = rsqrt((sum(x[m, n] * x[m, n], n) / f32(N)) + eps)" in texts["ir"]
