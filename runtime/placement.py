@@ -1,0 +1,109 @@
+"""Tensors laid out in memory in every way that torch allows, with guards around them.
+
+What lies between and around the elements is the guard: bytes that no kernel may change, and that read as NaN
+(integers: -1), so
+that a read which strays shows in the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# contiguous; the last two dimensions exchanged; every second element; stride 0; one element further; rows of a wider
+# buffer. One-dimensional tensors take every third element for `transposed`, and none is `padded`.
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset", "padded")
+
+_GUARD = 64  # elements on either side; a multiple of any vector, so alignment stays as it is
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and the buffer that it lies in. `before` is a copy of the buffer's bits, where one was taken."""
+
+    tensor: torch.Tensor
+    buffer: torch.Tensor
+    before: torch.Tensor | None = None
+
+    def bits(self) -> torch.Tensor:
+        """The whole buffer as unsigned or signed integers."""
+        return self.buffer.view(_BITS[self.buffer.element_size()])
+
+    def unchanged(self) -> bool:
+        """Whether the buffer holds what it held when it was placed. Only for inputs."""
+        assert self.before is not None
+        return torch.equal(self.bits(), self.before)
+
+    def guard_intact(self) -> bool:
+        """Whether nothing but the tensor's own elements was written."""
+        rest = self.bits().clone()
+        t = self.tensor
+        rest.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(_mark(rest.dtype))
+        return bool((rest == _mark(rest.dtype)).all())
+
+
+def _mark(dtype: torch.dtype) -> int:
+    return 255 if dtype == torch.uint8 else -1
+
+
+def place(values: torch.Tensor, layout: str, *, keep: bool = False) -> Placed:
+    """A tensor with the shape and values of `values`, laid out as `layout` says, inside a guard.
+
+    `expanded` repeats the first slice along the first dimension of more than one element, so its values differ. `keep`
+    copies the buffer's bits, so that `unchanged` can be asked.
+    """
+    shape = tuple(values.shape)
+    strides, offset = _strides(shape, layout)
+    length = 1 + sum((s - 1) * st for s, st in zip(shape, strides, strict=True)) if values.numel() else 0
+    buffer = torch.empty(2 * _GUARD + offset + length, dtype=values.dtype, device=values.device)
+    bits = buffer.view(_BITS[buffer.element_size()])
+    bits.fill_(_mark(bits.dtype))
+    tensor = buffer.as_strided(shape, strides, _GUARD + offset)
+    if values.numel():
+        first = tuple(slice(0, 1) if st == 0 and s > 1 else slice(None) for s, st in zip(shape, strides, strict=True))
+        tensor[first].copy_(values[first])
+    return Placed(tensor, buffer, bits.clone() if keep else None)
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: str) -> Placed:
+    """A tensor to be written, full of NaN (integers: their lowest value, bool: True)."""
+    if dtype.is_floating_point:
+        fill: float | int = math.nan
+    else:
+        fill = 1 if dtype == torch.bool else torch.iinfo(dtype).min
+    # Expanded memory cannot be written.
+    return place(torch.full(shape, fill, dtype=dtype, device=device), "contiguous" if layout == "expanded" else layout)
+
+
+def _strides(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int]:
+    """Strides and offset in elements."""
+    if not shape:
+        return (), int(layout == "offset")
+    own = _row_major(shape)
+    if layout == "offset":
+        return own, 1
+    if layout == "sliced":
+        return tuple(2 * s for s in own), 0
+    if layout == "padded" and len(shape) > 1:
+        return (*(s * 2 for s in own[:-1]), 1), 0
+    if layout == "transposed":
+        if len(shape) == 1:
+            return (3,), 0
+        turned = _row_major((*shape[:-2], shape[-1], shape[-2]))
+        return (*turned[:-2], turned[-1], turned[-2]), 0
+    if layout == "expanded":
+        at = next((i for i, s in enumerate(shape) if s > 1), 0)
+        rest = _row_major(tuple(1 if i == at else s for i, s in enumerate(shape)))
+        return tuple(0 if i == at else s for i, s in enumerate(rest)), 0
+    return own, 0
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
