@@ -24,6 +24,7 @@ from kgen.dsl.dtypes import BF16, DTYPES, DType
 from kgen.runtime import nvrtc
 from kgen.runtime.cache import CACHE, Cache, cache_key
 from kgen.runtime.errors import ArgumentError, BackendError
+from kgen.runtime.foreign_caches import before_triton_compiles
 from kgen.runtime.layouts import Layout, Memory, layout
 from kgen.runtime.nvrtc import Resources
 
@@ -297,6 +298,7 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, Callable[
     variant = target.layout.variant
 
     def build() -> Binary:
+        before_triton_compiles()
         with tempfile.TemporaryDirectory(prefix="kgen-") as folder:
             done = compile_triton(program, variant, int(number), Path(folder))
         return Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, done.shared_bytes)

@@ -1,6 +1,7 @@
 """The cache folders of CuPy and Triton, which must not keep kernels from compiling where there is no home to write to.
 
-CuPy makes its folder when it is imported, Triton writes to its own in every compilation, and both fail where they cannot.
+CuPy makes its folder when it is imported, Triton writes to its own in every compilation; both fail where they cannot,
+so they get a temporary folder that lives as long as the process.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ _lock = Lock()
 
 
 def before_cupy() -> None:
-    """To be called before CuPy is imported: without a folder to write to, its cache is kept in memory."""
-    if "cupy" in sys.modules or os.environ.get("CUPY_CACHE_IN_MEMORY"):
-        return
-    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
-    try:
-        os.makedirs(folder, exist_ok=True)  # as CuPy will
-    except OSError:
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    """To be called before CuPy is imported."""
+    if "cupy" not in sys.modules:
+        _ensure("CUPY_CACHE_DIR", Path(os.path.expanduser("~"), ".cupy", "kernel_cache"))
 
 
 def before_triton_compiles() -> None:
-    """To be called before Triton compiles: without a folder to write to, it gets a temporary one for this process."""
+    """To be called before Triton compiles."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    _ensure("TRITON_CACHE_DIR", Path(home, ".triton", "cache"))
+
+
+def _ensure(variable: str, default: Path) -> None:
+    """Point the environment variable to a temporary folder where its folder, or the default one, cannot be used."""
     with _lock:
-        home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-        folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+        folder = Path(os.environ.get(variable) or default)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK | os.X_OK):
                 return
         except OSError:
             pass  # the temporary folder is for this
-        own = tempfile.mkdtemp(prefix="kgen-triton-")
+        own = tempfile.mkdtemp(prefix="kgen-")
         atexit.register(shutil.rmtree, own, ignore_errors=True)
-        os.environ["TRITON_CACHE_DIR"] = own
+        os.environ[variable] = own

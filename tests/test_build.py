@@ -317,6 +317,20 @@ def test_build_explains_itself(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_build_without_a_home_to_write_to(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": "/proc", "KGEN_CACHE_DIR": "/proc/kgen"}
+    for name in ("TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "TRITON_HOME"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-m", "kgen.cli", "build", str(OPS / "rms_norm.kdsl"), "--dim=N=128", f"--out={tmp_path}"],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("warning: kgen cannot keep compiled kernels on disk")
+    assert done.stderr.count("\n") == 1
+    assert len(list(tmp_path.glob("*.cubin"))) == 2
+
+
 def test_a_missing_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
     code, _, err = run("build", ROOT / "examples" / "vec_add.kdsl", "--backend", "cuda", "--out", tmp_path)

@@ -6,7 +6,8 @@ this machine.
 
 from __future__ import annotations
 
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 
@@ -57,6 +58,14 @@ declare(app, doctor, Panel.MACHINE)
 app.add_typer(cache, name="cache", rich_help_panel=Panel.MACHINE)
 
 
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any
+) -> None:
+    """A warning as one sentence, without the line of kgen that gave it."""
+    typer.echo(f"warning: {message}", err=True)
+
+
 def main() -> None:
     """The console entry point `kgen`."""
+    warnings.showwarning = _show_warning
     app(prog_name="kgen")
