@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kgen.codegen.program import Program
-from kgen.dsl import ast
+from kgen.dsl import ast, ir
 from kgen.dsl.diagnostics import DslError, KgenError
 from kgen.runtime import eject
 from kgen.runtime.ahead import BACKENDS, Binary, Choices, Target, binary, target
@@ -69,6 +69,7 @@ def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lam
     for job in jobs:
         with _collected(failures, job):
             goal = target(job.module, job.kernel, job.choices)
+            _refuse_sums(goal)
             made.append(_Made(job, goal, {b: goal.program(b) for b in job.backends}))
     binaries: dict[tuple[int, str, str], Binary] = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="kgen-build")
@@ -104,6 +105,16 @@ def _collected(failures: list[str], job: Job) -> Iterator[None]:
         failures.append(f"{job.kernel.name}: this combination of dtypes and constants is wrong:\n{error}")
     except KgenError as error:
         failures.append(str(error))
+
+
+def _refuse_sums(target: Target) -> None:
+    """A sum over programs is several launches that share memory, which one file with one kernel cannot hold."""
+    for s in target.kernel.body:
+        if isinstance(s, ir.Accumulate):
+            raise BuildError(
+                f"{target.name}: line {s.span.line} sums {s.tensor} over programs, which takes several launches; such "
+                f"kernels run through kgen.load, but cannot be built into files of their own yet"
+            )
 
 
 def _refuse_spills(target: Target, backend: str, arch: str, found: Binary) -> None:

@@ -331,6 +331,17 @@ def test_build_without_a_home_to_write_to(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.cubin"))) == 2
 
 
+def test_a_sum_over_programs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.kdsl").write_text(
+        "kernel s(x: T[M, N]) -> (y: f32[N]):\n    example M = 64, N = 64\n    parallel m in M\n    tile n in N\n"
+        "    y[n] += x[m, n]\n"
+    )
+    code, out, err = run("build", tmp_path / "s.kdsl", "--out", tmp_path / "out")
+    assert (code, out) == (1, "")
+    assert "s: line 5 sums y over programs" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
     code, _, err = run("build", ROOT / "examples" / "vec_add.kdsl", "--backend", "cuda", "--out", tmp_path)

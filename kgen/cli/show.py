@@ -113,7 +113,10 @@ def _texts(
         elif stage == "schedule":
             texts[stage] = scheduled_text(made.scheduled(backend))
         elif stage in ("cuda", "triton"):
-            texts[stage] = made.program(stage).source
+            program = made.program(stage)
+            # A sum over programs is several launches, each with a source of its own.
+            launches = (program, *getattr(program, "then", ()))
+            texts[stage] = "\n\n".join(p.source.strip("\n") for p in launches)
         else:
             found = binary(made, made.program(backend), arch)
             texts[stage] = found.ptx if stage == "ptx" else found.sass
