@@ -1,0 +1,313 @@
+"""Reverse mode over the tile IR: from a kernel, the kernel of its gradients.
+
+`derive` reads as the list of its steps: read the kernel into a graph of values (`graph`, `split`), find the gradient of
+every load (`adjoints`, with one rule an op in `rules`), find the stores that write them (`stores`), choose what the
+forward kernel saves (`residuals`), and write both kernels as text (`lower`, `text`). The text is then checked like any
+file: the derived kernels are what the checker makes of it, with every proof, and their positions point into it.
+
+Not done here: choosing which gradients to ask for, and calling the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kgen.codegen.derive.adjoints import Sweep, Write, ordered, place
+from kgen.codegen.derive.codes import DERIVE_CODES, DeriveError, error
+from kgen.codegen.derive.graph import Graph, Node, Reader
+from kgen.codegen.derive.lower import Lowering, describe
+from kgen.codegen.derive.residuals import to_save
+from kgen.codegen.derive.split import split_axes
+from kgen.codegen.derive.stores import Planner
+from kgen.codegen.derive.text import to_kdsl
+from kgen.dsl import ir
+from kgen.dsl.affine import Poly
+from kgen.dsl.check import Specialization, elaborate
+from kgen.dsl.parser import parse_text
+
+__all__ = ["DERIVE_CODES", "DeriveError", "Derived", "derive", "differentiable", "to_kdsl"]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """The two kernels of a differentiable call.
+
+    `forward` has the outputs of the kernel it was derived from, then `residuals`: values that `backward` reads again.
+    `backward` has as inputs those of the forward that it needs, `residuals`, and gradients of outputs; `cotangents`
+    maps an output to its gradient's name, `gradients` a wanted input to its gradient, an output of `backward`. Both
+    have the tensor's dtype and shape. An output that no wanted input reaches is not in `cotangents`.
+    """
+
+    forward: ir.Kernel
+    backward: ir.Kernel
+    residuals: tuple[str, ...]
+    cotangents: Mapping[str, str]
+    gradients: Mapping[str, str]
+
+    @property
+    def forward_text(self) -> str:
+        """The training form as a `.kdsl` file."""
+        return self.forward.span.source.text
+
+    @property
+    def backward_text(self) -> str:
+        """The derived kernel as a `.kdsl` file."""
+        return self.backward.span.source.text
+
+
+def differentiable(kernel: ir.Kernel) -> frozenset[str]:
+    """The inputs that can be asked for a gradient: tensors of a floating-point dtype."""
+    return frozenset(t.name for t in kernel.tensors if t.role == "in" and t.dtype.kind == "float")
+
+
+def derive(kernel: ir.Kernel, wanted: frozenset[str]) -> Derived:
+    """The training form of `kernel` and the kernel of the gradients of its inputs `wanted`.
+
+    Scalar arguments and integer tensors have no gradient. Raises DeriveError (K05xx) for what cannot be derived.
+    """
+    _refuse(kernel, wanted)
+    split = split_axes(kernel)
+    graph = Graph({a.name: a.extent for a in split.axes}, kernel.span)
+    reader = Reader(graph, split.places, split.parts)
+    outputs = _read(kernel, reader)
+    forward_values = set(ordered(w.value for w in outputs))
+    taken = {
+        *(t.name for t in kernel.tensors), *(s.name for s in kernel.scalars), *kernel.dims, *graph.extents,
+        *reader.names.values(), "inf", "nan",
+    }  # fmt: skip
+    wanted_in_order = [t for t in kernel.tensors if t.name in wanted]
+    floats = [t for t in kernel.tensors if t.role == "out" and t.dtype.kind == "float"]
+    cotangents = {t.name: _unique(f"d_{t.name}", taken) for t in floats}
+    gradients = {t.name: _unique(f"d_{t.name}", taken) for t in wanted_in_order}
+
+    loads = {
+        place(w): graph.load(cotangents[w.tensor], w.at, kernel.tensor(w.tensor).dtype.compute, w.span)
+        for w in outputs
+        if w.tensor in cotangents
+    }
+    tiles = frozenset(a.name for a in split.axes if a.kind == "tile")
+    sweep = Sweep(graph, tiles, reader.names)
+    received = sweep.run(outputs, loads, wanted)
+    planner = Planner(graph, kernel, split.axes, taken)
+    writes: list[Write] = []
+    for t in wanted_in_order:
+        own = [(load, g) for load, g in received.items() if load.tensor == t.name]
+        if not own:
+            raise _zero(kernel, t)
+        writes += planner.plan(t, gradients[t.name], sorted(own, key=lambda pair: pair[0].serial))
+
+    saved: list[tuple[Node, ir.Tensor, Write]] = []
+    if not split.places:
+        parallel = [a for a in kernel.axes if a.kind == "parallel"]
+        nodes = to_save((w.value for w in writes), forward_values, frozenset(a.name for a in parallel))
+        saved = _residuals(kernel, parallel, nodes, reader.names, taken)
+        new = {a: graph.load(t.name, w.at, t.dtype, a.span) for a, t, w in saved}
+        memo: dict[Node, Node] = {}
+        writes = [replace(w, value=graph.replace(w.value, new, memo)) for w in writes]
+        for named in (reader.names, sweep.hints):
+            named.update({new_value: named[a] for a, new_value in memo.items() if a in named})
+
+    forward = _forward(kernel, outputs if not split.places else None, saved, reader.names, taken)
+    used = {a.tensor for a in ordered(w.value for w in writes) if a.kind == "load"}
+    tensors = [
+        *(t for t in kernel.tensors if t.role == "in" and t.name in used),
+        *(replace(t, role="in") for _, t, _ in saved),
+        *(replace(t, name=cotangents[t.name], role="in") for t in floats if cotangents[t.name] in used),
+    ]
+    results = [replace(t, name=gradients[t.name], role="out") for t in wanted_in_order]
+    backward = _backward(kernel, planner, tensors, results, writes, reader.names, sweep.hints, taken)
+    reached = {name: d for name, d in cotangents.items() if d in used}
+    return Derived(forward, backward, tuple(t.name for _, t, _ in saved), reached, gradients)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _refuse(kernel: ir.Kernel, wanted: frozenset[str]) -> None:
+    for t in kernel.tensors:
+        if t.role == "inout":
+            raise error(
+                "K0502",
+                f"'{t.name}' is overwritten in place, so the kernel cannot be derived",
+                t.span,
+                "make it an input and store the new value to an output",
+            )
+    if not any(t.role == "out" and t.dtype.kind == "float" for t in kernel.tensors):
+        out = next(t for t in kernel.tensors if t.role == "out")
+        raise error(
+            "K0501",
+            f"kernel '{kernel.name}' has no floating-point output",
+            out.span,
+            "integers and bools carry no gradient; call it without asking for one",
+        )
+    possible = differentiable(kernel)
+    for name in sorted(wanted - possible):
+        known = next((t for t in kernel.tensors if t.name == name), None)
+        raise error(
+            "K0506",
+            f"'{name}' is no floating-point input of '{kernel.name}'",
+            kernel.span if known is None else known.span,
+            f"gradients can be asked for: {', '.join(sorted(possible)) or 'none'}",
+        )
+    if not wanted:
+        raise error("K0506", f"no gradient of '{kernel.name}' is asked for", kernel.span, "name an input")
+
+
+def _zero(kernel: ir.Kernel, t: ir.Tensor) -> DeriveError:
+    """The error for an input that no gradient reaches, at the construct that stops it where there is one."""
+    for s in kernel.body:
+        for e in ir.walk(s.value):
+            if isinstance(e, ir.Reduce) and e.kind in ("argmax", "argmin"):
+                return error(
+                    "K0504",
+                    f"the gradient of '{t.name}' is zero everywhere",
+                    e.span,
+                    f"ask for no gradient of '{t.name}'",
+                    label="a position does not change with small changes of the values",
+                )
+    return error(
+        "K0504",
+        f"the gradient of '{t.name}' is zero everywhere",
+        t.span,
+        f"ask for no gradient of '{t.name}'",
+        label="no output changes with it, or only in steps",
+    )
+
+
+# ---- parts of both kernels -------------------------------------------------------------------------------------------
+
+
+def _read(kernel: ir.Kernel, reader: Reader) -> list[Write]:
+    outputs = []
+    for s in kernel.body:
+        if isinstance(s, ir.Let):
+            reader.let(s)
+        else:
+            at = tuple(reader.poly(p) for p in s.at)
+            outputs.append(Write(s.tensor, at, reader.expr(s.value), isinstance(s, ir.Accumulate), s.span))
+    return outputs
+
+
+def _residuals(
+    kernel: ir.Kernel, parallel: list[ir.Axis], nodes: Sequence[Node], names: Mapping[Node, str], taken: set[str]
+) -> list[tuple[Node, ir.Tensor, Write]]:
+    """For each saved value: the value, the tensor that holds it, and the store in the forward kernel."""
+    stars = {t.shape[0].as_symbol for t in kernel.tensors if t.star}
+    starred = [a for a in parallel if a.extent.as_symbol in stars]
+    if len(starred) > 1:
+        return []  # one tensor has at most one starred dimension
+    order = [*starred, *(a for a in parallel if a not in starred)]
+    out = []
+    for a in nodes:
+        name = _unique(f"saved_{names.get(a) or describe(a)}", taken)
+        shape = tuple(x.extent for x in order)
+        tensor = ir.Tensor(name, a.dtype, shape, "out", bool(starred), False, a.span)
+        out.append((a, tensor, Write(name, tuple(Poly.sym(x.name) for x in order), a, False, a.span)))
+    return out
+
+
+def _forward(
+    kernel: ir.Kernel,
+    outputs: list[Write] | None,
+    saved: Sequence[tuple[Node, ir.Tensor, Write]],
+    names: Mapping[Node, str],
+    taken: set[str],
+) -> ir.Kernel:
+    """The kernel with its residuals; `outputs` are its stores, None if the kernel is to stay as it is."""
+    if outputs is None:
+        body = kernel.body
+    else:
+        reserved = taken - set(names.values())
+        over = _over(outputs, kernel.axes)
+        body = Lowering(names, {}, reserved).run([*(w for _, _, w in saved), *outputs], over)
+    tensors = (*_required(kernel.tensors), *(t for _, t, _ in saved))
+    return _checked(replace(kernel, name=f"{kernel.name}_forward", doc="", tensors=tensors, body=body))
+
+
+def _backward(
+    kernel: ir.Kernel,
+    planner: Planner,
+    inputs: list[ir.Tensor],
+    results: list[ir.Tensor],
+    writes: list[Write],
+    names: Mapping[Node, str],
+    hints: Mapping[Node, str],
+    taken: set[str],
+) -> ir.Kernel:
+    axes = tuple(planner.axes.values())
+    body = Lowering(names, hints, taken - set(names.values())).run(writes, _over(writes, axes))
+    live = frozenset[str]().union(*(_axes_of(s) for s in body))
+    axes = tuple(a for a in axes if a.kind == "parallel" or a.name in live)
+    tensors = _with_sizes(kernel, inputs, results, axes, body)
+    known = frozenset[str]().union(*(p.symbols for t in tensors for p in t.shape))
+    scalars = {e.name for s in body for e in ir.walk(s.value) if isinstance(e, ir.Scalar)}
+    derived = replace(
+        kernel,
+        name=f"{kernel.name}_backward",
+        doc="",
+        tensors=tuple(_required(tensors)),
+        scalars=tuple(s for s in kernel.scalars if s.name in scalars),
+        axes=axes,
+        requires=tuple(r for r in kernel.requires if r.left.symbols | r.right.symbols <= known),
+        body=body,
+    )
+    return _checked(derived)
+
+
+def _with_sizes(
+    kernel: ir.Kernel,
+    inputs: list[ir.Tensor],
+    results: list[ir.Tensor],
+    axes: Iterable[ir.Axis],
+    body: Iterable[ir.Stmt],
+) -> list[ir.Tensor]:
+    """The tensors of the derived kernel: with those forward inputs that are needed for a size that no other tells."""
+    indices = [e.index for s in body for e in ir.walk(s.value) if isinstance(e, ir.IndexValue)]
+    polys = [*(p for t in results for p in t.shape), *(a.extent for a in axes), *indices]
+    needed = frozenset[str]().union(*(p.symbols for p in polys)) & frozenset(kernel.dims)
+    stars = {t.shape[0].as_symbol for t in results if t.star}
+    given = [t for t in kernel.tensors if t.role == "in"]
+    chosen = list(inputs)
+
+    def told(tensors: Iterable[ir.Tensor]) -> set[str]:
+        plain = {(p.as_symbol, t.star and i == 0) for t in tensors for i, p in enumerate(t.shape)}
+        return {name for name, starred in plain if name is not None and (starred or name not in stars)}
+
+    for t in given:
+        if t not in chosen and (told([t]) - told(chosen)) & needed:
+            chosen.append(t)
+    position = {t.name: i for i, t in enumerate(given)}
+    chosen.sort(key=lambda t: position.get(t.name, len(given)))
+    return [*chosen, *results]
+
+
+def _axes_of(s: ir.Stmt) -> frozenset[str]:
+    axes = frozenset[str]().union(*(e.axes for e in ir.walk(s.value)))
+    return axes if isinstance(s, ir.Let) else axes.union(*(p.symbols for p in s.at))
+
+
+def _over(writes: Iterable[Write], axes: Iterable[ir.Axis]) -> dict[str, tuple[str, ...]]:
+    """The parallel axes that each target lacks."""
+    parallel = [a.name for a in axes if a.kind == "parallel"]
+    return {place(w): tuple(n for n in parallel if all(n not in p.symbols for p in w.at)) for w in writes}
+
+
+def _required(tensors: Iterable[ir.Tensor]) -> list[ir.Tensor]:
+    """Tensors without `?`: those that are absent are not in the IR."""
+    return [replace(t, optional=False) for t in tensors]
+
+
+def _checked(kernel: ir.Kernel) -> ir.Kernel:
+    """What the checker makes of the text of `kernel`; its positions point into that text."""
+    text = to_kdsl(kernel, comments=True)
+    return elaborate(parse_text(text, f"{kernel.name}.kdsl"), kernel.name, Specialization({}))
+
+
+def _unique(hint: str, taken: set[str]) -> str:
+    name, n = hint, 1
+    while name in taken:
+        n += 1
+        name = f"{hint}_{n}"
+    taken.add(name)
+    return name
