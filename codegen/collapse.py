@@ -10,6 +10,7 @@ contiguous tensors thus has a single flat index.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,7 +37,7 @@ class Merge:
 def candidates(kernel: ir.Kernel) -> tuple[tuple[str, str], ...]:
     """Pairs of parallel indices, consecutive in order of declaration, that may be merged as far as the kernel says."""
     parallel = kernel.parallel
-    return tuple((a.name, b.name) for a, b in zip(parallel, parallel[1:], strict=False) if _mergeable(kernel, a, b))
+    return tuple((a.name, b.name) for a, b in itertools.pairwise(parallel) if _mergeable(kernel, a, b))
 
 
 def places(kernel: ir.Kernel, pair: tuple[str, str]) -> tuple[tuple[str, int], ...]:

@@ -1,9 +1,9 @@
 """kgen: a block-level kernel language and a generator that emits readable CUDA C and Triton kernels.
 
-    import kgen
-    m = kgen.load("rms_norm.kdsl")
-    y = m.rms_norm(x, w)                      # on x's device; kgen.backends() lists what can run there
-    y = m.rms_norm(x, w, backend="triton")
+import kgen
+m = kgen.load("rms_norm.kdsl")
+y = m.rms_norm(x, w)                      # on x's device; kgen.backends() lists what can run there
+y = m.rms_norm(x, w, backend="triton")
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arguments of a call by name and position, and every way in which one of them can be wrong.
 
-`Binder` puts arguments in the order of the signature; it is on the path of every call. `examine` looks closely at the tensors
-and says what they specialise the kernel to; it runs once for each new signature of a call.
+`Binder` puts arguments in the order of the signature; it is on the path of every call. `examine` looks closely at
+the tensors and says what they specialise the kernel to; it runs once for each new signature of a call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from kgen.codegen.torch_dtypes import FROM_TORCH
 from kgen.dsl.check import ScalarParam, Signature, Specialization, TensorParam
@@ -81,8 +82,8 @@ def _default(p: TensorParam | ScalarParam) -> Any:
 def scalar_converter(kernel: str, name: str, dtype: DType) -> Callable[[Any], ScalarValue]:
     """A function from what a caller may pass for scalar `name` to a Python value of `dtype`.
 
-    It takes Python and numpy numbers and CPU tensors with one element. It raises ArgumentError for anything else, for an integer
-    that does not fit, and for a GPU tensor, whose value only a synchronisation could tell.
+    It takes Python and numpy numbers and CPU tensors with one element. It raises ArgumentError for anything else, for
+    an integer that does not fit, and for a GPU tensor, whose value only a synchronisation could tell.
     """
 
     def plain(value: Any) -> Any:
@@ -227,12 +228,19 @@ def _check_kind(kernel: str, p: TensorParam, value: Any) -> None:
         )
     if value.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be on a CPU or CUDA device, got {value.device}")
-    own = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if own or torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if not has_memory(type(value)) or is_functorch_wrapped_tensor(value):
         raise ArgumentError(
             f"{kernel}: argument '{p.name}' is a {type(value).__name__} that has no memory of its own; "
             f"pass a plain torch.Tensor (for a distributed tensor its local part)"
         )
+
+
+def has_memory(kind: type) -> bool:
+    """Whether tensors of type `kind` are plain. Those with a dispatch of their own have no memory, or other memory."""
+    return getattr(kind, "__torch_dispatch__", None) is _PLAIN_DISPATCH
+
+
+_PLAIN_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__", None)
 
 
 def _dtype(value: torch.Tensor) -> str:
@@ -246,4 +254,4 @@ def _unbound(signature: Signature, var: str, choices: tuple[DType, ...]) -> DTyp
         raise ArgumentError(
             f"{signature.name}: the dtype {var} of an output follows from no argument that is given; pass out="
         )
-    return F32 if F32 in choices else choices[0]
+    return next((d for d in choices if d is F32), choices[0])

@@ -1,9 +1,10 @@
 """The disk cache of compiled kernels: a content hash names each entry, and a damaged entry is no entry.
 
-The key is made of everything that determines a binary (final source, compiler version, flags, backend, architecture), so
-entries never go stale and are never rewritten; neither file times nor object identities play a part. Entries are written
-to a temporary file and moved into place, so that any number of processes may share a folder. Whatever the file system
-refuses, compiled kernels stay in memory and work goes on; a folder that cannot be used is told once, as a warning.
+The key is made of everything that determines a binary (final source, compiler version, flags, backend, architecture),
+so entries never go stale and are never rewritten; neither file times nor object identities play a part. Entries are
+written to a temporary file and moved into place, so that any number of processes may share a folder. Whatever the
+file system refuses, compiled kernels stay in memory and work goes on; a folder that cannot be used is told once, as a
+warning.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Cache:
         return self.root / key[:2] / key[2:]
 
     def folder(self, name: str) -> Path | None:
-        """The sub-folder `name`, made if need be, for tools that keep files of their own; None where it cannot be used."""
+        """The sub-folder `name`, made if need be, for tools that keep files of their own; None if it cannot be used."""
         try:
             path = self.root / name
             self._make(path)
@@ -112,7 +113,7 @@ class Cache:
                 self._warn(error)
 
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:
-        """The entry `key`, made by `build()` where it is missing. What `build` raises passes through, nothing is kept."""
+        """The entry `key`, made by `build()` where it is missing. Where `build` raises, nothing is kept."""
         found = self.get(key)
         if found is None:
             found = build()

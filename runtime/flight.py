@@ -14,8 +14,8 @@ V = TypeVar("V")
 class SingleFlight(Generic[K, V]):
     """A dictionary whose missing values are built once.
 
-    The first thread to ask for a key builds; those that ask meanwhile wait for it and share its value or its exception. A
-    failure is not kept: the next to ask after it builds again.
+    The first thread to ask for a key builds; those that ask meanwhile wait for it and share its value or its exception.
+    A failure is not kept: the next to ask after it builds again.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A kernel as a Python function on tensors.
 
-A warm call is one key, one dictionary hit and one launch; everything else happens once for each signature (`_prepare`) or
-once for each compiled variant (`kgen.runtime.plan`).
+A warm call is one key, one dictionary hit and one launch; everything else happens once for each signature (`_prepare`)
+or once for each compiled variant (`kgen.runtime.plan`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, si
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.runtime import events, registry
 from kgen.runtime.backends.base import Built, Executor
-from kgen.runtime.binding import Binder, examine, scalar_converter
+from kgen.runtime.binding import Binder, examine, has_memory, scalar_converter
 from kgen.runtime.cache import CACHE
 from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.layouts import Layout, Memory, layout
 from kgen.runtime.overlap import meets_itself
-from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall
+from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall, ScalarSlot
 
 # Exact signatures remembered by a kernel; beyond it all are forgotten, which costs each of them some 100 us once.
 MAX_READY = 4096
@@ -34,9 +34,9 @@ MAX_READY = 4096
 class Kernel:
     """One kernel of a `.kdsl` file, callable with torch tensors.
 
-    Arguments are those of the signature, by position or by name: inputs and scalars in order, `const` parameters among them.
-    An optional tensor that is not given is absent. The result is the output tensor, or the tuple of outputs; of a
-    kernel that has none, the tensors that it modifies.
+    Arguments are those of the signature, by position or by name: inputs and scalars in order, `const` parameters among
+    them. An optional tensor that is not given is absent. The result is the output tensor, or the tuple of outputs; of
+    a kernel that has none, the tensors that it modifies.
 
     Calls do not record gradients: inputs may require grad, outputs do not.
     """
@@ -73,9 +73,9 @@ class Kernel:
     ) -> Any:
         """Run the kernel and return its output, or a tuple of them.
 
-        backend: `cuda`, `triton`, `reference` or `auto`; None takes what `kgen.backend` and its like say. On CPU tensors `cuda`
-            is the host executor and `triton` the Triton interpreter.
-        out: tensors to write instead of new ones, in order of the outputs; of any strides, sharing no memory with others.
+        backend: `cuda`, `triton`, `reference` or `auto`; None takes what `kgen.backend` and its like say. On CPU
+            tensors `cuda` is the host executor and `triton` the Triton interpreter.
+        out: tensors to write instead of new ones, in order of the outputs: any strides, no memory shared with others.
         check: first run the reference on the same arguments and raise CheckError at the first gather out of range.
 
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run.
@@ -83,8 +83,9 @@ class Kernel:
         values = self._binder.bind(args, kwargs)
         outs = self._outs(out) if out is not None else None
         choice = registry.requested(backend)
+        addresses: list[int] = []
         try:
-            key = self._key(values, outs, choice)
+            key = self._key(values, outs, choice, addresses)
             ready = self._ready.get(key)
         except (AttributeError, TypeError, RuntimeError, NotImplementedError):
             # Something among the arguments is no plain tensor. _prepare finds out what and says it.
@@ -96,10 +97,14 @@ class Kernel:
                     self._ready.clear()
                 self._ready[key] = ready
         tensors = [t for i in self._tensor_at if (t := values[i]) is not None]
-        scalars = [convert(values[i]) for i, convert in ready.scalars]
+        if key is None:
+            addresses = [t.data_ptr() for t in tensors]
+        scalars = [
+            converted if (v := values[i]) is default else convert(v) for i, convert, default, converted in ready.scalars
+        ]
         if check:
             self._check(values, outs, tensors, scalars)
-        results = ready.run(tensors, scalars, outs)
+        results = ready.run(tensors, scalars, addresses, outs)
         if not results:
             results = [values[self._tensor_at[k]] for k in self._inout]
         return results[0] if len(results) == 1 else tuple(results)
@@ -124,8 +129,11 @@ class Kernel:
             self._binder.fail(f"out= must be one tensor for each output ({names}), got {got}")
         return tuple(outs)
 
-    def _key(self, values: Sequence[Any], outs: Sequence[Any] | None, choice: str) -> tuple[Any, ...]:
-        """All that a ready call depends on. Raises AttributeError, TypeError or RuntimeError for what is no plain tensor."""
+    def _key(self, values: list[Any], outs: Sequence[Any] | None, choice: str, addresses: list[int]) -> tuple[Any, ...]:
+        """All that a ready call depends on; the addresses of the inputs go to `addresses`.
+
+        Raises AttributeError, TypeError or RuntimeError for what is no plain tensor.
+        """
         key: list[Any] = [choice]
         for i in self._tensor_at:
             t = values[i]
@@ -135,8 +143,10 @@ class Kernel:
             if type(t) not in _PLAIN:
                 _admit(type(t))
             if t.is_neg():  # a lazy sign, which the memory does not have
-                t = values[i] = self._resolved(i, t)  # type: ignore[index]  # a list, by Binder.bind
-            key += (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15)
+                t = values[i] = self._resolved(i, t)
+            address = t.data_ptr()
+            addresses.append(address)
+            key += (t.dtype, t.device, t.shape, t.stride(), address & 15)
         for i in self._const_at:
             v = values[i]
             # The type, as True == 1 == 1.0; the text of floats, as 0.0 == -0.0.
@@ -177,25 +187,18 @@ class Kernel:
         if outs is not None:
             given |= {t.name: x for t, x in zip(outputs, outs, strict=True)}
         arguments = [self._argument(t, given.get(t.name), dims, leading) for t in kernel.tensors]
-        scalars = [
-            (i, scalar_converter(self.name, s.name, s.dtype))
-            for i, s in zip(self._scalar_at, kernel.scalars, strict=True)
-        ]
+        scalars = [_scalar_slot(self.name, i, s) for i, s in zip(self._scalar_at, kernel.scalars, strict=True)]
         event = events.Launch(self.name, executor.name, str(device), 0)
         empty = all(0 in a.shape for a in arguments if a.written)
         if empty or prod(max(0, a.extent.evaluate(dims)) for a in kernel.parallel) == 0:
             # Nothing to launch. A sum over no programs is zero; any other output has no elements.
             sums = {s.tensor for s in kernel.body if isinstance(s, ir.Accumulate)}
             zeroed = [i for i, t in enumerate(outputs) if t.name in sums]
-            return ReadyCall(
-                self.name, device, arguments, new, scalars, None, None, event, zeroed, outs is not None
-            )
+            return ReadyCall(self.name, device, arguments, new, scalars, None, None, event, zeroed, outs is not None)
         built, where = self._plan(kernel, spec, dims, arguments, given, executor, device)
         launch, grid = built.prepare(where)
         event = events.Launch(self.name, executor.name, str(device), grid)
-        return ReadyCall(
-            self.name, device, arguments, new, scalars, launch, built, event, (), outs is not None
-        )
+        return ReadyCall(self.name, device, arguments, new, scalars, launch, built, event, (), outs is not None)
 
     def _bind_dims(
         self, kernel: ir.Kernel, shapes: Mapping[str, tuple[int, ...]]
@@ -225,7 +228,7 @@ class Kernel:
                 self._binder.fail(
                     f"argument '{t.name}' is written, but its elements share memory (strides {tuple(strides)})"
                 )
-        return Argument(t.name, shape, tuple(strides), t.dtype.itemsize, written)
+        return Argument(t.name, shape, tuple(strides), TORCH[t.dtype], written, t.role != "out")
 
     def _plan(
         self,
@@ -285,9 +288,16 @@ _PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 
 def _admit(kind: type) -> None:
     """Add a subclass that only adds names to torch.Tensor to `_PLAIN`. Raises TypeError for any other type."""
-    if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if not has_memory(kind):
         raise TypeError(f"{kind.__name__} is no plain tensor")
     _PLAIN.add(kind)
+
+
+def _scalar_slot(kernel: str, i: int, s: ir.ScalarParam) -> ScalarSlot:
+    convert = scalar_converter(kernel, s.name, s.dtype)
+    if s.default is None:
+        return i, convert, object(), 0  # nothing that is passed is this default
+    return i, convert, s.default, convert(s.default)
 
 
 def _role(p: object) -> str:

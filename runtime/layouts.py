@@ -78,9 +78,7 @@ def layout(kernel: ir.Kernel, dims: Mapping[str, int], memory: Mapping[str, Memo
         dims=known,
         multiples=_multiples(merged, sizes, dict(known), parts),
         star_ranks=tuple((d, len(p)) for d, p in parts.items()),
-        tensors=tuple(
-            (t.name, _tensor_class(t, sizes, strides[t.name], memory[t.name])) for t in merged.tensors
-        ),
+        tensors=tuple((t.name, _tensor_class(t, sizes, strides[t.name], memory[t.name])) for t in merged.tensors),
         wide=_wide(merged, sizes, strides),
     )
     return Layout(merged, groups, variant, sizes, parts, {n: tuple(s) for n, s in strides.items()})
@@ -147,9 +145,7 @@ def _groups(
         fits = True
         for name, i in places(kernel, (a, b)):
             outer, inner = strides[name][i], strides[name][i + 1]
-            if len(outer) != 1 or len(inner) != 1:
-                fits = False
-            elif size_a != 1 and size_b != 1 and outer[0] != size_b * inner[0]:
+            if len(outer) != 1 or len(inner) != 1 or (size_a != 1 and size_b != 1 and outer[0] != size_b * inner[0]):
                 fits = False
         if not fits:
             continue
@@ -187,9 +183,7 @@ def _multiples(
     )
 
 
-def _tensor_class(
-    t: ir.Tensor, dims: Mapping[str, int], strides: Sequence[tuple[int, ...]], m: Memory
-) -> TensorClass:
+def _tensor_class(t: ir.Tensor, dims: Mapping[str, int], strides: Sequence[tuple[int, ...]], m: Memory) -> TensorClass:
     """What this call proves of a tensor's memory. A stride of 0 (expanded, or size 1) disturbs no alignment."""
     flat = [s for parts in strides for s in parts]
     one = not flat or flat[-1] == 1 or t.shape[-1].evaluate(dims) == 1

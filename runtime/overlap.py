@@ -18,7 +18,7 @@ def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 
 def shares_memory(a: Region, b: Region) -> bool:
-    """Whether some byte belongs to both: exact, also for interleaved views such as the two halves of `x.chunk(2, -1)`."""
+    """Whether some byte belongs to both: exact, also for interleaved views such as the halves of `x.chunk(2, -1)`."""
     return np.shares_memory(np.asarray(a), np.asarray(b))
 
 

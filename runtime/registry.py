@@ -1,7 +1,7 @@
 """Backends: which there are, whether they can run here, and which one a call takes.
 
-A backend is what a user asks for (`cuda`, `triton`, `reference`); an executor is what it is on one kind of device. The choice,
-strongest first: the `backend=` argument of the call, `with kgen.backend(...)`, `kgen.set_backend(...)`, the
+A backend is what a user asks for (`cuda`, `triton`, `reference`); an executor is what it is on one kind of device. The
+choice, strongest first: the `backend=` argument of the call, `with kgen.backend(...)`, `kgen.set_backend(...)`, the
 environment variable KGEN_BACKEND, `auto`.
 """
 
@@ -86,8 +86,8 @@ def _valid(name: object, where: str) -> str:
 def resolve(choice: str, device: torch.device) -> Executor:
     """The executor of backend `choice` for tensors on `device`.
 
-    `auto` is, on a GPU, the first of cuda, triton, reference that can run; on the CPU, reference. Raises BackendError with one
-    sentence on what is missing where the backend that was asked for cannot run.
+    `auto` is, on a GPU, the first of cuda, triton, reference that can run; on the CPU, reference. Raises BackendError
+    with one sentence on what is missing where the backend that was asked for cannot run.
     """
     if choice == "auto":
         for name in BACKENDS if device.type == "cuda" else ("reference",):

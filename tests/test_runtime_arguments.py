@@ -10,7 +10,7 @@ import kgen
 from kgen.runtime.binding import scalar_converter
 from kgen.runtime.checked import CheckError
 
-SOURCE = '''
+SOURCE = """
 kernel scale[T: f32 | bf16](x: T[*M, N], w: W[N]?, a: f32, k: i32 = 2, flip: const bool = false) -> (y: T[*M, N]):
     parallel m in M
     tile n in N
@@ -43,7 +43,7 @@ kernel column_sum(x: f32[M, N]) -> (s: f32[N]):
 kernel pick(x: f32[M, N], at: i64[M]) -> (y: f32[M]):
     parallel m in M
     y[m] = x[m, at[m]]
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,9 @@ def test_binding_by_position_and_name(m: kgen.KernelModule) -> None:
     assert torch.equal(m.scale(X, w, 1.5, 4, False), expected)  # True == 1 == 1.0 must not be mixed up
 
 
-@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.float64(2), np.int64(2), torch.tensor(2.0), torch.tensor([2])])
+@pytest.mark.parametrize(
+    "value", [2, 2.0, np.float32(2), np.float64(2), np.int64(2), torch.tensor(2.0), torch.tensor([2])]
+)
 def test_numbers_of_any_kind_are_scalars(m: kgen.KernelModule, value: object) -> None:
     assert torch.equal(m.scale(X, a=value), X * 4)
 
@@ -134,7 +136,13 @@ def test_integers_of_any_kind_are_integer_scalars(m: kgen.KernelModule, value: o
 
 @pytest.mark.parametrize(
     ("name", "low", "high"),
-    [("i8", -128, 127), ("u8", 0, 255), ("i16", -(2**15), 2**15 - 1), ("i32", -(2**31), 2**31 - 1), ("i64", -(2**63), 2**63 - 1)],
+    [
+        ("i8", -128, 127),
+        ("u8", 0, 255),
+        ("i16", -(2**15), 2**15 - 1),
+        ("i32", -(2**31), 2**31 - 1),
+        ("i64", -(2**63), 2**63 - 1),
+    ],
 )
 def test_the_range_of_integer_scalars(name: str, low: int, high: int) -> None:
     from kgen.dsl.dtypes import DTYPES
@@ -159,7 +167,10 @@ def test_a_float_scalar_that_rounds_to_infinity_is_infinite() -> None:
         # Where torch rounds float64 to this type, the boundary is the same.
         edge = largest * (1 + 2 ** -{"f16": 12, "bf16": 9, "f32": 25}[dtype.name])
         for value in (np.nextafter(edge, 0), edge, np.nextafter(edge, np.inf)):
-            assert np.isinf(convert(float(value))) == torch.tensor(float(value), dtype=torch.float64).to(torch_dtype).isinf()
+            assert (
+                np.isinf(convert(float(value)))
+                == torch.tensor(float(value), dtype=torch.float64).to(torch_dtype).isinf()
+            )
 
 
 def test_outputs_have_the_dtype_of_their_variable_and_the_callers_shape(m: kgen.KernelModule) -> None:
@@ -254,7 +265,9 @@ def test_subclasses_without_memory_are_refused(m: kgen.KernelModule) -> None:
 def test_a_checked_call_names_line_and_value(m: kgen.KernelModule) -> None:
     at = torch.tensor([0, 3])
     assert torch.isnan(m.pick(X, at)[1])
-    with pytest.raises(CheckError, match=r"case.kdsl:\d+:\d+: kernel pick reads x\[m, at\[m\]\] with subscript 1 = 3, .*N of size 3"):
+    with pytest.raises(
+        CheckError, match=r"case.kdsl:\d+:\d+: kernel pick reads x\[m, at\[m\]\] with subscript 1 = 3, .*N of size 3"
+    ):
         m.pick(X, at, check=True)
     assert m.pick(X, torch.tensor([2, 0]), check=True).tolist() == [2, 3]
 

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,12 +39,19 @@ def test_touched_and_copied_entries_hit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda d: d[:-1], lambda d: b"", lambda d: d[:-1] + bytes([d[-1] ^ 1]), lambda d: d + b"x", lambda d: b"\0" * len(d)]
+    "damage",
+    [
+        lambda d: d[:-1],
+        lambda d: b"",
+        lambda d: d[:-1] + bytes([d[-1] ^ 1]),
+        lambda d: d + b"x",
+        lambda d: b"\0" * len(d),
+    ],
 )
-def test_a_damaged_entry_is_a_miss_and_is_replaced(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_entry_is_a_miss_and_is_replaced(tmp_path: Path, damage: Any) -> None:
     Cache(tmp_path).put(KEY, b"binary")
     path = Cache(tmp_path).path(KEY)
-    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]  # a lambda of the parameter list
+    path.write_bytes(damage(path.read_bytes()))
     assert Cache(tmp_path).get(KEY) is None
     assert Cache(tmp_path).get_or_build(KEY, lambda: b"again") == b"again"
     assert Cache(tmp_path).get(KEY) == b"again"
@@ -145,16 +153,16 @@ def test_a_symbolic_link_as_root(tmp_path: Path) -> None:
     assert Cache(tmp_path / "real").get(KEY) == b"binary"
 
 
-def _round(root: str, barrier: object, rounds: int, failures: object) -> None:
+def _round(root: str, barrier: Any, rounds: int, failures: Any) -> None:
     cache = Cache(Path(root))
     for i in range(rounds):
         payload = bytes([i]) * 200_000
-        barrier.wait()  # type: ignore[attr-defined]  # a multiprocessing.Barrier, whose type is a function's
+        barrier.wait()
         if cache.get_or_build(cache_key(str(i)), lambda p=payload: p) != payload:
-            failures.put(i)  # type: ignore[attr-defined]  # a multiprocessing.Queue
+            failures.put(i)
         cache.clear_memory()
         if cache.get(cache_key(str(i))) != payload:
-            failures.put(i)  # type: ignore[attr-defined]  # as above
+            failures.put(i)
 
 
 def test_sixteen_processes_share_an_empty_folder(tmp_path: Path) -> None:
@@ -173,14 +181,14 @@ def test_sixteen_processes_share_an_empty_folder(tmp_path: Path) -> None:
 # ---- one build in a process ----------------------------------------------------------------------------------------
 
 
-def _together(n: int, work: object) -> list[object]:
+def _together(n: int, work: Any) -> list[object]:
     results: list[object] = [None] * n
     start = threading.Barrier(n)
 
     def run(i: int) -> None:
         start.wait()
         try:
-            results[i] = work()  # type: ignore[operator]  # a function
+            results[i] = work()
         except Exception as error:
             results[i] = error
 

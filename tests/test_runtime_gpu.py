@@ -12,7 +12,7 @@ from kgen.runtime import events
 
 pytestmark = pytest.mark.gpu
 
-SOURCE = '''
+SOURCE = """
 kernel add(a: T[*N], b: T[*N]) -> (c: T[*N]):
     parallel n in N
     c[n] = a[n] + b[n]
@@ -25,7 +25,7 @@ kernel centred(x: T[*M, N]) -> (y: T[*M, N]):
 kernel scale(x: T[*N], a: f32, b: i64 = 1, c: f64 = 1.0, d: const bool = false) -> (y: T[*N]):
     parallel n in N
     y[n] = T(x[n] * a) * b * c
-'''
+"""
 BACKENDS = ["cuda", "triton"]
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -154,7 +154,9 @@ def test_graphs(m: kgen.KernelModule, backend: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = m.centred(x, backend=backend)
-        z = m.centred(torch.cat([y, y]), backend=backend)  # a new batch size: known to no call before, compiled all the same
+        z = m.centred(
+            torch.cat([y, y]), backend=backend
+        )  # a new batch size: known to no call before, compiled all the same
     x.copy_(torch.randn(2, 4, device="cuda"))
     graph.replay()
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from kgen.dsl.check import Specialization
 from kgen.dsl.dtypes import BF16, F32
 from kgen.runtime.layouts import Layout, Memory, layout
 
-SOURCE = '''
+SOURCE = """
 kernel product(a: T[*M, N], b: T[*M, N]) -> (y: T[*M, N]):
     parallel m in M, n in N
     y[m, n] = a[m, n] * b[m, n]
@@ -37,7 +37,7 @@ kernel centred(x: T[*M, N]) -> (y: T[*M, N]):
 kernel shifted(x: T[M, N]) -> (y: T[M, N]):
     parallel m in M, n in N
     y[m, n] = x[m, N - 1 - n]
-'''
+"""
 M = kgen.loads(SOURCE, "layouts.kdsl")
 
 
@@ -52,7 +52,8 @@ def _layout(name: str, dtype: torch.dtype = torch.float32, **tensors: torch.Tens
         if t.name not in tensors:
             tensors[t.name] = torch.empty(full_shape(t, dims, leading), dtype=dtype)
     memory = {
-        n: Memory(tuple(t.shape), t.stride(), t.itemsize, t.storage_offset() * t.itemsize % 16) for n, t in tensors.items()
+        n: Memory(tuple(t.shape), t.stride(), t.itemsize, int(t.storage_offset()) * t.itemsize % 16)
+        for n, t in tensors.items()
     }
     return layout(kernel, dims, memory)
 
@@ -116,7 +117,9 @@ def test_expanded_tensors() -> None:
     assert lay.variant.tensor("a") == TensorClass(False, 16)
 
 
-@pytest.mark.parametrize(("offset", "row", "align"), [(0, 8, 16), (1, 8, 4), (2, 8, 8), (4, 8, 16), (0, 6, 8), (0, 5, 4), (3, 4, 4)])
+@pytest.mark.parametrize(
+    ("offset", "row", "align"), [(0, 8, 16), (1, 8, 4), (2, 8, 8), (4, 8, 16), (0, 6, 8), (0, 5, 4), (3, 4, 4)]
+)
 def test_alignment_is_that_of_address_and_strides(offset: int, row: int, align: int) -> None:
     x = torch.empty(200)[offset : offset + 8 * row].view(8, row)[:, :4]
     assert _layout("centred", x=x).variant.tensor("x") == TensorClass(True, align)
@@ -144,7 +147,14 @@ def test_a_new_batch_size_is_no_new_variant() -> None:
 
 @pytest.mark.parametrize(
     ("name", "pairs"),
-    [("product", (("m", "n"),)), ("outer", ()), ("numbered", ()), ("three", (("i", "j"),)), ("centred", ()), ("shifted", ())],
+    [
+        ("product", (("m", "n"),)),
+        ("outer", ()),
+        ("numbered", ()),
+        ("three", (("i", "j"),)),
+        ("centred", ()),
+        ("shifted", ()),
+    ],
 )
 def test_which_indices_may_be_one(name: str, pairs: tuple[tuple[str, str], ...]) -> None:
     assert candidates(M[name].specialize(Specialization({"T": F32}))) == pairs
@@ -198,7 +208,14 @@ def test_outputs_of_any_strides(view: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cuda", "triton"])
 @pytest.mark.parametrize(
-    "x", [torch.randn(4, 3, 8).transpose(0, 1), torch.randn(2, 3, 4, 8)[:, :, :2], torch.randn(8), torch.randn(1, 1, 8), torch.randn(3, 1)]
+    "x",
+    [
+        torch.randn(4, 3, 8).transpose(0, 1),
+        torch.randn(2, 3, 4, 8)[:, :, :2],
+        torch.randn(8),
+        torch.randn(1, 1, 8),
+        torch.randn(3, 1),
+    ],
 )
 def test_leading_dimensions_of_any_strides(x: torch.Tensor, backend: str) -> None:
     y = torch.randn(x.shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kgen.codegen.abi import grid_size
+from kgen.codegen.abi import grid_size, sum_grid
 from kgen.codegen.program import Arg, Program
 from kgen.codegen.torch_dtypes import rounded
 from kgen.dsl import ir
@@ -20,8 +20,9 @@ from kgen.runtime.layouts import Layout
 
 ScalarValue = float | int | bool
 
-# Runs the kernel once on tensors (in order of `ir.Kernel.tensors`, outputs last) and scalars (of `ir.Kernel.scalars`).
-Launch = Callable[[Sequence[torch.Tensor], Sequence[ScalarValue]], None]
+# Runs the kernel once on tensors (in order of `ir.Kernel.tensors`, outputs last), scalars (of `ir.Kernel.scalars`)
+# and the addresses of the tensors.
+Launch = Callable[[Sequence[torch.Tensor], Sequence[ScalarValue], Sequence[int]], None]
 
 _GRID_LIMIT = 2**31 - 1
 
@@ -77,9 +78,13 @@ class Slots:
 
     def fill(self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> list[ScalarValue]:
         """The arguments in order, tensors as addresses."""
+        return self.fill_addresses([t.data_ptr() for t in tensors], scalars)
+
+    def fill_addresses(self, addresses: Sequence[int], scalars: Sequence[ScalarValue]) -> list[ScalarValue]:
+        """The same from the addresses of the call's tensors."""
         out: list[ScalarValue] = list(self.values)
         for i, k in self.tensors:
-            out[i] = tensors[k].data_ptr()
+            out[i] = addresses[k]
         for i, k in self.scalars:
             out[i] = scalars[k]
         return out
@@ -87,7 +92,11 @@ class Slots:
 
 def programs(program: Program, layout: Layout) -> int:
     """The size of the grid. Raises BackendError where no device could launch it."""
-    grid = grid_size(layout.kernel, layout.variant, program.schedule, layout.dims)
+    if program.stage is not None:
+        known = {**dict(layout.variant.dims), **layout.dims}
+        grid = sum_grid(layout.kernel, program.schedule, program.stage.sums, known)
+    else:
+        grid = grid_size(layout.kernel, layout.variant, program.schedule, layout.dims)
     if grid > _GRID_LIMIT:
         raise BackendError(
             f"{layout.kernel.name}: {grid} programs are needed, and a device launches at most {_GRID_LIMIT}; "
@@ -101,20 +110,40 @@ _FORMATS = {"i8": "b", "u8": "B", "i16": "h", "i32": "i", "i64": "q", "f16": "e"
 
 
 class Packer:
-    """Kernel arguments as bytes, laid out as a C compiler lays out a structure of them."""
+    """Kernel arguments as bytes, laid out as a C compiler lays out a structure of them.
 
-    def __init__(self, args: Sequence[Arg]) -> None:
+    Sizes and strides of a call's layout are there from the start; a call puts in addresses, which come first, and
+    scalars, which come last.
+    """
+
+    def __init__(self, args: Sequence[Arg], slots: Slots) -> None:
         codes = ["P" if a.kind == "tensor" else _FORMATS[a.dtype.name] for a in args]
-        self._struct = struct.Struct("@" + "".join(codes))
-        self._bf16 = tuple(i for i, a in enumerate(args) if a.kind == "scalar" and a.dtype == BF16)
-        self.size = self._struct.size
+        tensors, scalars = len(slots.tensors), len(slots.scalars)
+        first_scalar = len(args) - scalars
+        in_order = [i for i, _ in slots.tensors] == list(range(tensors))
+        assert in_order and [i for i, _ in slots.scalars] == list(range(first_scalar, len(args)))  # as kernel_args says
         self.offsets = tuple(struct.calcsize("@" + "".join(codes[:i]) + f"0{codes[i]}") for i in range(len(codes)))
+        self._whole = struct.Struct("@" + "".join(codes))
+        self._blank = list(slots.values)
+        self._addresses = struct.Struct(f"@{tensors}P")
+        self._scalars = [struct.Struct("@" + c) for c in codes[first_scalar:]]
+        self._scalar_offsets = self.offsets[first_scalar:]
+        self._all = tuple(k for _, k in slots.tensors)
+        self._scalar_at = tuple(k for _, k in slots.scalars)
+        self._bf16 = tuple(args[i].dtype == BF16 for i, _ in slots.scalars)
 
-    def pack_into(self, buffer: bytearray, values: list[ScalarValue]) -> None:
-        """Write `values` (pointers as integers) to `buffer`, which has at least `size` bytes."""
-        for i in self._bf16:
-            values[i] = bf16_bits(values[i])
-        self._struct.pack_into(buffer, 0, *values)
+    def buffer(self) -> bytearray:
+        """Memory for one call's arguments with the sizes and strides in place."""
+        out = bytearray(max(1, self._whole.size))
+        if self.offsets:
+            self._whole.pack_into(out, 0, *self._blank)
+        return out
+
+    def fill(self, buffer: bytearray, addresses: Sequence[int], scalars: Sequence[ScalarValue]) -> None:
+        """Put in the addresses of the call's tensors (those that the kernel takes are picked) and its scalars."""
+        self._addresses.pack_into(buffer, 0, *[addresses[k] for k in self._all])
+        for one, offset, k, bf16 in zip(self._scalars, self._scalar_offsets, self._scalar_at, self._bf16, strict=True):
+            one.pack_into(buffer, offset, bf16_bits(scalars[k]) if bf16 else scalars[k])
 
 
 def bf16_bits(value: ScalarValue) -> int:

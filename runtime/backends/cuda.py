@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +19,13 @@ from kgen.runtime import events
 from kgen.runtime.backends.base import Built, Executor, Launch, Packer, ScalarValue, Slots, programs
 from kgen.runtime.cache import Cache, cache_key
 from kgen.runtime.errors import BackendError
+from kgen.runtime.foreign_caches import before_cupy
 from kgen.runtime.layouts import Layout
+from kgen.runtime.stages import build_stages
+
+# CuPy's extension modules have no stubs.
+_DRIVER = "cupy_backends.cuda.api.driver"
+_RUNTIME = "cupy_backends.cuda.api.runtime"
 
 _STATIC_SHARED = 48 * 1024  # what a block may have without asking
 
@@ -39,22 +47,23 @@ class Cuda(Executor):
 
         properties = torch.cuda.get_device_properties(device)
         arch = f"sm_{properties.major}{properties.minor}"
-        scheduled = schedule_kernel(
-            layout.kernel, layout.variant, "cuda", num_sms=properties.multi_processor_count
-        )
+        scheduled = schedule_kernel(layout.kernel, layout.variant, "cuda", num_sms=properties.multi_processor_count)
         program = emit(scheduled)
-        cubin, resources = compiled(program, arch, cache)
-        return _Loaded(program, cubin, resources, device)
+
+        def build(p: Program) -> Built:
+            cubin, resources = compiled(p, arch, cache)
+            return _Loaded(p, cubin, resources, device)
+
+        return build_stages(program, build, device)
 
 
 @cache
 def _missing_cupy() -> str | None:
     major = (torch.version.cuda or "13").split(".")[0]
+    before_cupy()
     try:
-        from cupy_backends.cuda.api import driver  # noqa: F401  # only whether it is there
-        from cupy_backends.cuda.libs import nvrtc
-
-        nvrtc.getVersion()
+        importlib.import_module(_DRIVER)
+        importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
     except Exception as error:  # whatever keeps it from loading: a missing wheel, library or symbol
         return f"CuPy with NVRTC is missing ({error}); install it with: pip install 'kgen[cuda{major}]'"
     return None
@@ -87,8 +96,7 @@ class _Loaded(Built):
     """A cubin loaded into the primary context of one device."""
 
     def __init__(self, program: Program, cubin: bytes, resources: dict[str, Any], device: torch.device) -> None:
-        from cupy_backends.cuda.api import driver
-
+        driver: Any = importlib.import_module(_DRIVER)
         self.program = program
         self.resources = resources
         self.index = device.index if device.index is not None else torch.cuda.current_device()
@@ -115,48 +123,60 @@ class Launcher:
 
     def __init__(self, loaded: _Loaded, program: Program, slots: Slots, grid: int) -> None:
         self._loaded = loaded  # keeps the module
-        self._launch = loaded._driver.launchKernel
-        self._context = loaded._driver.ctxGetCurrent
-        self._error = loaded._driver.CUDADriverError
+        self._driver = loaded._driver
+        self._launch, self._error = loaded._driver.launchKernel, loaded._driver.CUDADriverError
         self._function, self._index = loaded._function, loaded.index
         self._grid, self._threads, self._shared = grid, program.schedule.threads, program.shared_bytes
-        self._slots, self._entry = slots, program.entry
-        self._packer = Packer(program.args)
+        self._entry = program.entry
+        self._packer = Packer(program.args, slots)
         # Argument buffers that no call is using. The driver copies arguments, so a buffer is free after the launch.
         self._free: list[ArgumentBuffer] = []
 
-    def __call__(self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
-        index = self._index
-        # A thread that has not used the GPU yet has no context, and the default stream is the current device's.
-        if torch._C._cuda_getDevice() != index or not self._context():
-            with current(index):
-                self._run(tensors, scalars)
-        else:
-            self._run(tensors, scalars)
-
-    def _run(self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]
+    ) -> None:
         try:
             buffer = self._free.pop()
         except IndexError:
             buffer = ArgumentBuffer(self._packer)
-        self._packer.pack_into(buffer.data, self._slots.fill(tensors, scalars))
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        self._packer.fill(buffer.data, addresses, scalars)
         try:
-            self._launch(
-                self._function, self._grid, 1, 1, self._threads, 1, 1, self._shared, stream, buffer.pointers, 0
-            )
+            if _get_device() == self._index:
+                self._run(buffer)
+            else:
+                with current(self._index):  # the default stream is the current device's
+                    self._run(buffer)
         except self._error as error:
-            raise BackendError(f"{self._entry}: the launch of {self._grid} programs failed: {error}") from None
+            # A thread that has not used the GPU yet has no context.
+            if self._driver.ctxGetCurrent():
+                raise self._failed(error) from None
+            with current(self._index):
+                try:
+                    self._run(buffer)
+                except self._error as second:
+                    raise self._failed(second) from None
         self._free.append(buffer)
+
+    def _run(self, buffer: ArgumentBuffer) -> None:
+        stream = _get_stream(self._index)
+        self._launch(self._function, self._grid, 1, 1, self._threads, 1, 1, self._shared, stream, buffer.pointers, 0)
+
+    def _failed(self, error: Exception) -> BackendError:
+        return BackendError(f"{self._entry}: the launch of {self._grid} programs failed: {error}")
+
+
+# What torch.cuda.current_device and current_stream come down to, without the checks around them.
+_get_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else torch.cuda.current_device
+_get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 class ArgumentBuffer:
     """Memory for the arguments of one launch, and the array of pointers to them that the driver takes."""
 
     def __init__(self, packer: Packer) -> None:
-        import ctypes
-
-        self.data = bytearray(max(1, packer.size))
+        self.data = packer.buffer()
         self._view = (ctypes.c_char * len(self.data)).from_buffer(self.data)
         base = ctypes.addressof(self._view)
         self._array = (ctypes.c_void_p * max(1, len(packer.offsets)))(*(base + o for o in packer.offsets))
@@ -175,10 +195,8 @@ class current:
         self._guard = torch.cuda.device(index)
 
     def __enter__(self) -> None:
-        from cupy_backends.cuda.api import runtime
-
         self._guard.__enter__()
-        runtime.setDevice(self._index)
+        importlib.import_module(_RUNTIME).setDevice(self._index)
 
     def __exit__(self, *error: Any) -> None:
         self._guard.__exit__(*error)

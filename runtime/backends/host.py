@@ -14,6 +14,7 @@ from kgen.dsl import ir
 from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slots, bf16_bits, programs
 from kgen.runtime.cache import Cache, temporary_folder
 from kgen.runtime.layouts import Layout
+from kgen.runtime.stages import build_stages
 
 
 class CudaHost(Executor):
@@ -33,7 +34,11 @@ class CudaHost(Executor):
 
         program = emit(schedule_kernel(layout.kernel, layout.variant, "cuda"))
         folder = cache.folder("host") or temporary_folder("host")
-        return _HostBuilt(program, compile_host(host_source(program), program.entry, cache_dir=folder))
+
+        def build(p: Program) -> Built:
+            return _HostBuilt(p, compile_host(host_source(p), p.entry, cache_dir=folder))
+
+        return build_stages(program, build, device)
 
 
 class _HostBuilt(Built):
@@ -48,8 +53,8 @@ class _HostBuilt(Built):
         slots = Slots.of(program.args, layout)
         grid = programs(program, layout)
 
-        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
-            values = slots.fill(tensors, scalars)
+        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
+            values = slots.fill_addresses(addresses, scalars)
             args = [make(value) for make, value in zip(types, values, strict=True)]
             self.compiled.launch((grid, 1, 1), (program.schedule.threads, 1, 1), program.shared_bytes, args)
 
@@ -80,4 +85,3 @@ def _ctype(arg: Arg) -> Any:
 
 def _f16_bits(value: ScalarValue) -> int:
     return int(torch.tensor(float(value), dtype=torch.float16).view(torch.int16).item()) & 0xFFFF
-

@@ -14,7 +14,7 @@ from kgen.runtime.layouts import Layout
 
 
 class Reference(Executor):
-    """Follows the numerics contract of the language: f32 arithmetic (f64 where an operand is), one rounding at a store."""
+    """Follows the numerics contract: f32 arithmetic (f64 where an operand is), one rounding at a store."""
 
     name = "reference"
     backend = "reference"
@@ -34,7 +34,7 @@ class _Interpreted(Built):
     def prepare(self, layout: Layout) -> tuple[Launch, int]:
         return self._run, 0
 
-    def _run(self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
+    def _run(self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
         given = {t.name: x.detach() for t, x in zip(self.kernel.tensors, tensors, strict=True)}
         inputs = {t.name: given[t.name] for t in self.kernel.tensors if t.role != "out"}
         values = {s.name: v for s, v in zip(self.kernel.scalars, scalars, strict=True)}

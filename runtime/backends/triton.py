@@ -15,6 +15,7 @@ from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slo
 from kgen.runtime.cache import Cache, temporary_folder
 from kgen.runtime.errors import BackendError
 from kgen.runtime.layouts import Layout
+from kgen.runtime.stages import build_stages
 
 
 class Triton(Executor):
@@ -36,15 +37,18 @@ class Triton(Executor):
         from kgen.runtime.triton_compile import compile_triton
 
         properties = torch.cuda.get_device_properties(device)
-        scheduled = schedule_kernel(
-            layout.kernel, layout.variant, "triton", num_sms=properties.multi_processor_count
-        )
+        scheduled = schedule_kernel(layout.kernel, layout.variant, "triton", num_sms=properties.multi_processor_count)
         program = emit(scheduled)
         index = device.index if device.index is not None else torch.cuda.current_device()
         folder = cache.folder("triton") or temporary_folder("triton")
         # Triton keeps a disk cache of its own: whether its compiler ran or not is not told.
-        compiled = compile_triton(program, layout.variant, 10 * properties.major + properties.minor, folder)
-        return _TritonBuilt(program, compiled.handle, index)
+        capability = 10 * properties.major + properties.minor
+
+        def build(p: Program) -> Built:
+            variant = p.stage.variant if p.stage is not None else layout.variant
+            return _TritonBuilt(p, compile_triton(p, variant, capability, folder).handle, index)
+
+        return build_stages(program, build, device)
 
 
 @memoised
@@ -80,17 +84,17 @@ class _TritonBuilt(Built):
         grid = programs(self.program, layout)
         run, function, metadata, index = self.run, self.function, self.metadata, self.index
 
-        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
+        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
             # The launcher takes addresses as integers; the hooks of Triton's profiler are left out.
-            arguments = slots.fill(tensors, scalars)
+            arguments = slots.fill_addresses(addresses, scalars)
             stream = torch._C._cuda_getCurrentRawStream(index)
             run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-        def guarded(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
+        def guarded(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
             if torch._C._cuda_getDevice() == index:
-                launch(tensors, scalars)
+                launch(tensors, scalars, addresses)
             else:
                 with torch.cuda.device(index):
-                    launch(tensors, scalars)
+                    launch(tensors, scalars, addresses)
 
         return guarded, grid

@@ -14,6 +14,7 @@ from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slo
 from kgen.runtime.backends.triton import missing_triton
 from kgen.runtime.cache import Cache
 from kgen.runtime.layouts import Layout
+from kgen.runtime.stages import build_stages
 
 
 class TritonInterpreter(Executor):
@@ -28,7 +29,7 @@ class TritonInterpreter(Executor):
     def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
         from kgen.codegen.triton import emit
 
-        return _Interpreted(emit(schedule_kernel(layout.kernel, layout.variant, "triton")))
+        return build_stages(emit(schedule_kernel(layout.kernel, layout.variant, "triton")), _Interpreted, device)
 
 
 class _Interpreted(Built):
@@ -43,7 +44,7 @@ class _Interpreted(Built):
         slots = Slots.of(program.args, layout)
         grid = programs(program, layout)
 
-        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue]) -> None:
+        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
             values: list[Any] = list(slots.values)
             for i, k in slots.tensors:
                 values[i] = tensors[k].detach()
