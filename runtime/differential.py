@@ -153,7 +153,8 @@ def against(question: Question, expected: Mapping[str, torch.Tensor]) -> dict[st
     """
     out = {}
     for name, want in expected.items():
-        finite = want[torch.isfinite(want)].abs().to(torch.float64) if want.numel() else want.to(torch.float64)
+        size = want.to(torch.float64).abs()
+        finite = size[size.isfinite()]
         scale = float(finite.max()) if finite.numel() else 0.0
         allowed = torch.full(want.shape, 1e-9 * max(scale, 1e-300), dtype=torch.float64, device=want.device)
         out[name] = compare(question.expected[name], want, allowed)
