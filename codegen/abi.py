@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from kgen.codegen.normalize import normalize
 from kgen.codegen.program import Arg
-from kgen.codegen.schedule import Schedule
+from kgen.codegen.schedule import Schedule, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -57,6 +58,30 @@ def grid_size(kernel: ir.Kernel, variant: Variant, schedule: Schedule, dims: Map
     for a in kernel.parallel:
         points *= max(0, a.extent.evaluate(known))
     return -(-points // schedule.rows)
+
+
+def split_count(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> int:
+    """Into how many shares the summed points go: as many as `schedule.programs` asks for, but none without a point."""
+    over, blocks = _sum_points(kernel, schedule, sums, dims)
+    return max(1, min(schedule.programs // max(1, blocks), over))
+
+
+def sum_grid(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> int:
+    """The number of programs of a stage; `dims` has the number of shares too."""
+    _, blocks = _sum_points(kernel, schedule, sums, dims)
+    return blocks * (dims[sums.dim] if sums.split is not None else 1)
+
+
+def _sum_points(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> tuple[int, int]:
+    """(steps that the loop over all summed points takes, programs that each share needs)."""
+    over = _points(sums.over_axes(kernel), dims)
+    if sums.columns:
+        return over, -(-_points(sums.row_axes(kernel), dims) // schedule.rows)
+    return -(-over // schedule.rows), _points(sums.block_axes(kernel), dims)
+
+
+def _points(axes: tuple[ir.Axis, ...], dims: Mapping[str, int]) -> int:
+    return prod(max(0, a.extent.evaluate(dims)) for a in axes)
 
 
 def _strided(t: ir.Tensor, axis: int, variant: Variant) -> range:

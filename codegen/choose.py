@@ -24,23 +24,32 @@ from kgen.codegen.layout import (
 )
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.phases import phases, refs
-from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
+from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
 
 def choose(
-    kernel: ir.Kernel, variant: Variant, backend: str, *, num_sms: int = 132, rows_hint: int | None = None
+    kernel: ir.Kernel,
+    variant: Variant,
+    backend: str,
+    *,
+    num_sms: int = 132,
+    rows_hint: int | None = None,
+    sums: Sums | None = None,
 ) -> Schedule:
     """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`).
 
     `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
+    `sums`: how its sums over programs are spread, if it has any.
     """
+    if sums is not None and not kernel.tiles:
+        return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
         schedule = _triton_row(kernel) if kernel.tiles else _triton_flat()
     else:
         schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant)
-    return schedule if rows_hint is None else _spread(kernel, schedule, backend, rows_hint, num_sms)
+    return schedule if rows_hint is None or sums is not None else _spread(kernel, schedule, backend, rows_hint, num_sms)
 
 
 def _spread(kernel: ir.Kernel, schedule: Schedule, backend: str, rows: int, num_sms: int) -> Schedule:
@@ -53,6 +62,27 @@ def _spread(kernel: ir.Kernel, schedule: Schedule, backend: str, rows: int, num_
             break
         schedule = fewer
     return schedule
+
+
+# ---- sums over programs --------------------------------------------------------------------------------------------
+
+
+def sum_programs(schedule: Schedule, num_sms: int) -> int:
+    """Programs that share a sum: enough for every multiprocessor to hold `SUM_THREADS` threads."""
+    return num_sms * max(1, ladders.SUM_THREADS // schedule.threads)
+
+
+def _flat_sum(kernel: ir.Kernel, variant: Variant, backend: str, sums: Sums) -> Schedule:
+    finish = sums.split is None
+    vector = vector_limit(kernel, variant, kernel.parallel[-1].name)
+    if sums.columns:
+        threads = ladders.FINISH_THREADS if finish else ladders.FLAT_THREADS
+        points = 1 if finish else vector
+    else:
+        threads, points = ladders.FLAT_THREADS, vector
+    if backend == "triton":
+        return Schedule(threads, threads * max(points, 1 if finish else 4), name="flat")
+    return Schedule(threads, threads * points, points, name="flat")
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
@@ -208,7 +238,13 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
             for s in step.body:
                 if isinstance(s, ir.Let) and step.axis not in s.value.axes:
                     last[(s.name, i)] = max(last[(s.name, i)], at)
-    return max(
+    # Sums over programs live from the first row to the last.
+    carried = sum(
+        lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32)
+        for step in steps if not isinstance(step, Loop)
+        for s in step.body if isinstance(s, ir.Accumulate)
+    )  # fmt: skip
+    return carried + max(
         (sum(size[k] for k in size if first[k] <= point <= last[k]) for point in range(at)),
         default=0,
     )
@@ -234,18 +270,20 @@ def _triton_flat() -> Schedule:
 
 
 def _triton_row(kernel: ir.Kernel) -> Schedule:
+    # A block of sums is held beside the row from the first row to the last.
+    held_too = 2 if any(isinstance(s, ir.Accumulate) for s in kernel.body) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         block = _block(kernel, {**whole, **chunks})
-        if block <= ladders.TRITON_WHOLE:
+        if block * held_too <= ladders.TRITON_WHOLE:
             break
         chunk = max(1, ladders.TRITON_CHUNK // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = _block(kernel, {**whole, **chunks})
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
-    warps = ladders.TRITON_WARPS[block * rows]
+    warps = ladders.TRITON_WARPS[block * rows * held_too]
     return Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name="looped" if chunks else "row")
 
 

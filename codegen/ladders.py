@@ -47,6 +47,12 @@ LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
 # Vectors a thread takes of each chunk, fewer where they would not fit the registers.
 LOOP_SLOTS = 4
 
+# Sums over programs: threads a multiprocessor. 16384x4096 with 512 threads a program runs fastest with two programs a
+# multiprocessor, 8192x8192 with 1024 threads with one, 16384x1024 with 128 threads with eight.
+SUM_THREADS = 1024
+# Adding up the shares: small programs, so that the few thousand elements of a target reach many multiprocessors.
+FINISH_THREADS = 64
+
 # ---- Triton --------------------------------------------------------------------------------------------------------
 
 # Elements of one program's block: warps to hold them, and the largest block that is held whole. Beyond 32K columns

@@ -125,11 +125,13 @@ At = tuple["Poly | ir.Expr", ...]
 
 @dataclass(frozen=True)
 class Access:
-    """A load or store of normal form: `tensor[at]`, over the indices `axes`."""
+    """A load or store of normal form: `tensor[at]`, over the indices `axes`. `once`: of a sum over programs, which a
+    program stores once for all its rows."""
 
     tensor: ir.Tensor
     at: At
     axes: frozenset[str]
+    once: bool = False
 
 
 def accesses(kernel: ir.Kernel) -> Iterator[Access]:
@@ -140,7 +142,8 @@ def accesses(kernel: ir.Kernel) -> Iterator[Access]:
             if isinstance(s.value, ir.Load):
                 yield Access(kernel.tensor(s.value.tensor), s.value.at, s.value.axes)
         else:
-            yield Access(kernel.tensor(s.tensor), s.at, frozenset().union(*(p.symbols for p in s.at)) & names)
+            axes = frozenset[str]().union(*(p.symbols for p in s.at)) & names
+            yield Access(kernel.tensor(s.tensor), s.at, axes, isinstance(s, ir.Accumulate))
 
 
 def vector_axis(kernel: ir.Kernel, variant: Variant) -> str | None:
@@ -185,11 +188,11 @@ def access_width(tensor: ir.Tensor, at: At, axis: str, vector: int, variant: Var
 
 def vector_limit(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
     """The widest vector along `axis`: 16 bytes of the widest tensor that is contiguous along it, less where alignment,
-    an offset or the extent proves less. Tensors without a parallel index (weights, which stay in cache) do not count
-    beside those with one."""
+    an offset or the extent proves less. Tensors without a parallel index (weights, which stay in cache) and sums do not
+    count beside those with one."""
     found = [a for a in accesses(kernel) if contiguous(a.tensor, a.at, axis, variant)]
     parallel = {a.name for a in kernel.parallel}
-    streamed = [a for a in found if a.axes & parallel] or found
+    streamed = [a for a in found if a.axes & parallel and not a.once] or found
     widths = [access_width(a.tensor, a.at, axis, VECTOR_BYTES, variant) for a in streamed]
     return min([*widths, divisor(kernel.axis(axis).extent, variant)]) if widths else 1
 

@@ -51,7 +51,8 @@ def statement_axes(s: ir.Stmt) -> frozenset[str]:
 
 
 def _target_axes(s: ir.Store | ir.Accumulate) -> frozenset[str]:
-    return frozenset[str]().union(*(p.symbols for p in s.at))
+    axes = frozenset[str]().union(*(p.symbols for p in s.at))
+    return axes.union(s.over) if isinstance(s, ir.Accumulate) else axes
 
 
 def _bind(kernel: ir.Kernel, bound: Mapping[str, int], variant: Variant) -> ir.Kernel:

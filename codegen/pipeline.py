@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from kgen.codegen.choose import choose, refuse_oversize
+from dataclasses import replace
+
+from kgen.codegen.choose import choose, refuse_oversize, sum_programs
 from kgen.codegen.layout import digits
 from kgen.codegen.normalize import normalize, required_dims
 from kgen.codegen.overwrite import barriers
 from kgen.codegen.phases import phases
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
+from kgen.codegen.sums import Stage, spill_looped, stages
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
@@ -30,13 +33,29 @@ def schedule_kernel(
         raise ScheduleError(
             f"{kernel.name}: the value of {', '.join(missing)} must be known to compile it, as it sizes a tile"
         )
-    normal = normalize(kernel, variant)
+    first, *then = stages(normalize(kernel, variant), variant)
     if override is not None:
-        _check(normal, override)
-    schedule = override or choose(normal, variant, backend, num_sms=num_sms, rows_hint=rows_hint)
-    steps = phases(normal, schedule)
-    refuse_oversize(normal, variant, backend, schedule, steps)
-    return Scheduled(normal, variant, schedule, steps, barriers(normal, digits(normal, variant)))
+        _check(first.kernel, override)
+    scheduled = _scheduled(first, backend, num_sms, rows_hint, override)
+    # A schedule from outside is for the kernel's own loop: for every stage that makes partial sums, not for those that
+    # add them up.
+    rest = (
+        _scheduled(s, backend, num_sms, rows_hint, override if s.sums is not None and s.sums.split else None)
+        for s in then
+    )
+    return replace(scheduled, then=tuple(rest))
+
+
+def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, override: Schedule | None) -> Scheduled:
+    kernel, variant, sums = stage.kernel, stage.variant, stage.sums
+    schedule = override or choose(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, sums=sums)
+    if sums is not None:
+        if not schedule.programs:
+            schedule = replace(schedule, programs=sum_programs(schedule, num_sms))
+        kernel, sums = spill_looped(kernel, sums, schedule)
+    steps = phases(kernel, schedule)
+    refuse_oversize(kernel, variant, backend, schedule, steps)
+    return Scheduled(kernel, variant, schedule, steps, barriers(kernel, digits(kernel, variant)), sums)
 
 
 def _check(kernel: ir.Kernel, schedule: Schedule) -> None:

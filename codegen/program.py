@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kgen.codegen.schedule import Schedule
+from kgen.codegen.schedule import Schedule, Sums
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
 from kgen.dsl.dtypes import DType
 from kgen.dsl.source import Span
 
@@ -30,11 +32,22 @@ class Arg:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What the launches of a kernel with sums over programs know beside their source: the stage's own kernel, whose
+    last tensors are the workspaces, its variant, and how the sums are spread."""
+
+    kernel: ir.Kernel
+    variant: Variant
+    sums: Sums
+
+
+@dataclass(frozen=True)
 class Program:
     """One backend's program for one scheduled kernel.
 
     `args` is the same list, in the same order, on every backend for one kernel and variant (`kernel_args`).
     The grid is one-dimensional: `ceil(product of the parallel extents / schedule.rows)` programs, see `grid_size`.
+    A kernel that sums over programs is several launches that share workspaces, see `kgen.runtime.stages`.
     `lines[i]` is the `.kdsl` span that generated line `i + 1` comes from, or None.
     """
 
@@ -45,3 +58,10 @@ class Program:
     schedule: Schedule
     shared_bytes: int
     lines: tuple[Span | None, ...]
+    stage: Stage | None = None  # for a sum over programs
+    then: tuple[Program, ...] = ()  # launched behind this one, on the same stream
+
+    @property
+    def launches(self) -> tuple[Program, ...]:
+        """This program and those behind it."""
+        return (self, *self.then)

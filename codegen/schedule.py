@@ -10,6 +10,8 @@ The model is the same on both backends:
 
 CUDA: `threads` a CTA. In a flat kernel every thread takes vectors of `vector` consecutive points. Otherwise
 `threads // rows` threads share a row, each taking vectors of `vector` elements along the vector axis.
+A kernel that sums over parallel indices (`Sums`) is persistent: the summed points are shared out among `programs`
+programs, each of which loops over its share, `rows` points at a time.
 Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply.
 """
 
@@ -36,10 +38,46 @@ class Schedule:
     vector: int = 1
     chunks: tuple[tuple[str, int], ...] = ()
     name: str = ""  # "flat", "row", "looped": what a reader of the manifest is told
+    programs: int = 0  # for a sum over programs: about how many programs share it; 0 for other kernels
 
     def chunk(self, axis: str) -> int | None:
         """Elements of `axis` taken at a time, or None where the axis is whole."""
         return dict(self.chunks).get(axis)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How the `Accumulate`s of a kernel are spread (`kgen.codegen.sums`): a program loops over points of the parallel
+    indices `over`, keeps the sums and stores them after the loop.
+
+    Of the points it takes every `dim`-th, from the one that its index `split` says; all of them where `split` is None.
+    columns: in a flat kernel the row index `p` flattens the indices that are kept, and the loop takes one point of
+        `over` after the other. Otherwise `p` flattens `over`, the loop takes `rows` points of it at a time, and the
+        other parallel indices are one point a program.
+    zeroed: workspaces that must be zero before the launch.
+    """
+
+    over: tuple[str, ...]
+    split: str | None
+    dim: str
+    columns: bool
+    zeroed: tuple[str, ...]
+
+    def row_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
+        """The parallel indices that the row index flattens."""
+        if self.columns:
+            return tuple(a for a in kernel.parallel if a.name not in self.over and a.name != self.split)
+        return self.over_axes(kernel)
+
+    def over_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
+        """The parallel indices that are summed over."""
+        return tuple(a for a in kernel.parallel if a.name in self.over)
+
+    def block_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
+        """The parallel indices, the share aside, of which a program has one point."""
+        if self.columns:
+            return ()
+        return tuple(a for a in kernel.parallel if a.name not in self.over and a.name != self.split)
 
 
 @dataclass(frozen=True)
@@ -83,3 +121,11 @@ class Scheduled:
     # Inout tensors whose elements are read by other threads of the program than those that overwrite them: the
     # emitters put a barrier between the last such load and the first store.
     barriers: frozenset[str] = frozenset()
+    # How sums over programs are spread, and the stages to launch behind this one.
+    sums: Sums | None = None
+    then: tuple[Scheduled, ...] = ()
+
+    @property
+    def row_axes(self) -> tuple[ir.Axis, ...]:
+        """The parallel indices that the row index `p` flattens."""
+        return self.kernel.parallel if self.sums is None else self.sums.row_axes(self.kernel)

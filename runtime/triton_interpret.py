@@ -15,7 +15,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +62,7 @@ def _load(source: str, entry: str) -> Callable[..., None]:
         return answers[name] if names else answers[name.split(".")[0]]
 
     scope: dict[str, Any] = {
-        "__builtins__": {**vars(builtins), "__import__": answer},
+        "__builtins__": {**vars(builtins), "__import__": answer, "range": language.range},
         "__name__": f"<interpreted {entry}>",
     }
     exec(compile(source, f"<generated {entry}>", "exec"), scope)
@@ -113,12 +113,25 @@ class _Language:
         self.tl.sum = lambda x, axis: language._reduce(x, axis, lambda a, b: a + b)
         self.tl.max = lambda x, axis: language._reduce(x, axis, language.tl.maximum)
         self.tl.min = lambda x, axis: language._reduce(x, axis, language.tl.minimum)
+        self.tl.cdiv = lambda a, b: (a + b - 1) // b
         self.tl.sigmoid = lambda x: 1 / (1 + language.tl.exp(-x))
         self.extra = SimpleNamespace(
             libdevice=SimpleNamespace(**{n: self._elementwise(f) for n, f in _LIBDEVICE.items()})
         )
         self.tl.extra = self.extra
         self.triton = SimpleNamespace(jit=_jit, language=self.tl, cdiv=lambda a, b: -(-a // b))
+
+    def range(self, *bounds: Any) -> Iterator[Any]:
+        """`range` of a loop, whose bounds and index may be scalars of the language."""
+        tensor = self._real.tensor
+        scalars = [b for b in bounds if isinstance(b, tensor)]
+        numbers = builtins.range(*(int(b.handle.data.flat[0]) if isinstance(b, tensor) else b for b in bounds))
+        if not scalars:
+            yield from numbers
+            return
+        dtype = max((b.dtype for b in scalars), key=lambda d: d.primitive_bitwidth)
+        for i in numbers:
+            yield self._make(np.array([i], _numpy(dtype)).reshape(()), dtype)
 
     # -- values --------------------------------------------------------------------------------------------------
     def argument(self, a: Arg, value: torch.Tensor | float | int | bool) -> Any:

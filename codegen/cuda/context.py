@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.cuda.expr import polynomial
@@ -21,6 +22,9 @@ from kgen.codegen.schedule import Scheduled, Step
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import BF16, BOOL, F16
+
+if TYPE_CHECKING:
+    from kgen.codegen.cuda.reduce import Accumulator
 
 ROW = ""  # the row index of a flat kernel, as an axis of the layout
 
@@ -66,7 +70,12 @@ class Context:
         self.args = kernel_args(self.kernel, self.variant)
         self.indices = frozenset(a.name for a in self.kernel.axes)
         self.parallel = frozenset(a.name for a in self.kernel.parallel)
-        self.fastest = self.kernel.parallel[-1].name if self.kernel.parallel else None
+        # The parallel indices that the row index flattens; the others are the same in the whole program.
+        self.row_axes = scheduled.row_axes
+        self.rowwise = frozenset(a.name for a in self.row_axes)
+        self.fastest = self.row_axes[-1].name if self.row_axes else None
+        self.partials: dict[tuple[str, tuple[Poly, ...]], Accumulator] = {}  # by target: sums over programs
+        self.behind_rows = False  # in a sum over programs: behind the loop over rows
         self.steps = hoist(scheduled.steps, self._grain, set(self._user_names(scheduled.steps)))
         self.names = Names(self._user_names(self.steps), RESERVED)
         self.helpers: set[str] = set()
@@ -106,7 +115,7 @@ class Context:
     def _grain(self, axes: frozenset[str]) -> object:
         """What tells how often a thread computes a value over `axes`."""
         if self.flat:
-            return bool(axes & self.parallel), self.fastest in axes
+            return bool(axes & self.rowwise), self.fastest in axes
         return (axes & self.indices) - self.parallel
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -167,7 +176,7 @@ class Context:
         if name in self.indices:
             # Parallel indices vary inside a nest of a flat kernel only.
             axis = ROW if name in self.parallel else name
-            if self.axis(axis).slots > 1:
+            if (axis != ROW or name in self.rowwise) and self.axis(axis).slots > 1:
                 self.frame.symbols.add(name)
             elif self.loop is not None and axis == self.loop[0]:
                 self.loop_symbols.add(name)
@@ -219,7 +228,7 @@ class Context:
         """The axes of the layout that `s` runs over."""
         axes = statement_axes(s) & self.indices
         if self.flat:
-            return frozenset({ROW}) if axes & self.parallel else frozenset()
+            return frozenset({ROW}) if axes & self.rowwise else frozenset()
         return axes - self.parallel
 
     def ordered(self, space: Space) -> list[AxisLayout]:
@@ -258,9 +267,13 @@ class Context:
         return self.temporary("_".join(a.name for a in self.layout.axes if a.digit == digit) + "_thread")
 
     def rows_total(self) -> CExpr:
-        """The number of rows of the call: the product of the parallel extents."""
+        """The number of rows of the call: the product of the extents that the row index flattens."""
+        return self.points_of(self.row_axes)
+
+    def points_of(self, axes: tuple[ir.Axis, ...]) -> CExpr:
+        """The product of the extents of parallel axes."""
         total: CExpr | None = None
-        for a in self.kernel.parallel:
+        for a in axes:
             extent = self.extent(a)
             if self.variant.wide:
                 extent = cast("long long", extent)

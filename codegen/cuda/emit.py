@@ -7,6 +7,7 @@ in front of it, so that nothing is defined that nobody uses.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context
@@ -15,9 +16,10 @@ from kgen.codegen.cuda.nests import NestEmitter
 from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
 from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
+from kgen.codegen.cuda.sums import emit_sums, sums_remark
 from kgen.codegen.phases import refs
-from kgen.codegen.program import Arg, Program
-from kgen.codegen.schedule import Loop, Scheduled, ScheduleError, Step
+from kgen.codegen.program import Arg, Program, Stage
+from kgen.codegen.schedule import Loop, Scheduled, Step
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
@@ -30,15 +32,10 @@ _END = "// ---- end of device primitives ----"
 def emit(scheduled: Scheduled) -> Program:
     """The CUDA program of `scheduled`: source for NVRTC without any include, and what a launch must know.
 
-    Raises ScheduleError for a kernel that sums over programs, which no schedule of this backend covers yet.
+    A kernel that sums over programs becomes several: `Program.then`.
     """
-    for s in scheduled.kernel.body:
-        if isinstance(s, ir.Accumulate):
-            raise ScheduleError(
-                f"{scheduled.kernel.name}: line {s.span.line} sums {s.tensor} over programs, which the CUDA backend "
-                "cannot schedule yet"
-            )
-    return _Emitter(scheduled).program()
+    program = _Emitter(scheduled).program()
+    return replace(program, then=tuple(emit(s) for s in scheduled.then)) if scheduled.then else program
 
 
 def host_source(program: Program) -> str:
@@ -59,11 +56,14 @@ class _Emitter:
     def program(self) -> Program:
         """The whole file."""
         ctx = self.ctx
-        for i, step in enumerate(self.steps):
-            self._step(step, self._escaping(i))
+        sums = ctx.scheduled.sums
+        if sums is None:
+            self._steps()
+            head = [(f"    {line}", None) for line in indices.prologue(ctx)]
+            head += [(f"    {line}", None) for line in self._pointers()]
+        else:
+            head = [(f"    {line}", None) for line in emit_sums(ctx, sums, self._steps, self._stores, self._pointers)]
         body = ctx.lines
-        head = [(f"    {line}", None) for line in indices.prologue(ctx)]
-        head += [(f"    {line}", None) for line in self._pointers()]
         if head and body.items:
             head.append(("", None))
         ctx.constants["THREADS"] = (str(ctx.schedule.threads), "")
@@ -95,9 +95,18 @@ class _Emitter:
             schedule=ctx.schedule,
             shared_bytes=0,
             lines=tuple(spans),
+            stage=None if sums is None else Stage(ctx.kernel, ctx.variant, sums),
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
+    def _steps(self) -> None:
+        for i, step in enumerate(self.steps):
+            self._step(step, self._escaping(i))
+
+    def _stores(self, stores: tuple[ir.Stmt, ...]) -> None:
+        """Statements behind the loop of a sum over programs."""
+        self._body(stores, set(), {})
+
     def _escaping(self, i: int) -> set[str]:
         """Values that step `i` makes and later steps use."""
         made = {s.name for s in self.steps[i].body if isinstance(s, ir.Let)}
@@ -191,8 +200,12 @@ class _Emitter:
     def _header(self) -> list[str]:
         ctx = self.ctx
         k, s = ctx.kernel, ctx.schedule
-        inputs = ", ".join(_signature(t) for t in k.tensors if t.role != "out")
-        outputs = ", ".join(_signature(t) for t in k.tensors if t.role == "out")
+        tensors = k.tensors
+        if ctx.scheduled.sums is not None:  # a stage need not touch all that the kernel does
+            touched = {a.name for a in ctx.args if a.kind == "tensor"}
+            tensors = tuple(t for t in tensors if t.name in touched)
+        inputs = ", ".join(_signature(t) for t in tensors if t.role != "out")
+        outputs = ", ".join(_signature(t) for t in tensors if t.role == "out")
         path = k.span.source.path.replace(chr(92), "/").rsplit("/", 1)[-1]
         out = [*k.doc.strip().splitlines(), ""] if k.doc.strip() else []
         out.append(f"{k.name}({inputs})" + (f" -> ({outputs})" if outputs else "") + f", generated from {path}.")
@@ -204,6 +217,8 @@ class _Emitter:
             rows = f"{s.rows} rows" if s.rows > 1 else "one row"
             vectors = [f"vectors of {a.vector} along {a.name}" for a in ctx.layout.axes if a.vector > 1]
             out.append(", ".join([threads, rows, *vectors]) + ".")
+        if ctx.scheduled.sums is not None:
+            out.append(sums_remark(ctx, ctx.scheduled.sums))
         return [line.rstrip().rstrip("\\").rstrip() for line in out]
 
 

@@ -6,6 +6,7 @@ from kgen.codegen.cuda.context import ROW, Context
 from kgen.codegen.cuda.plan import Space
 from kgen.codegen.cuda.text import COND, CExpr, binary, cast, integer
 from kgen.codegen.layout import AxisLayout
+from kgen.dsl import ir
 
 
 def masks(ctx: Context, space: Space) -> list[str]:
@@ -38,23 +39,28 @@ def definitions(ctx: Context, axis: AxisLayout, used: set[str]) -> list[str]:
     position = _position(ctx, axis)
     type = ctx.index_type
     p = ctx.temporary("p")
-    first = binary("*", _block(ctx), CExpr(_rows(ctx), "int"))
+    first = first_row(ctx)
     start = binary("+", first, position) if position.text != "0" else first
-    return [f"const {type} {p} = {start};", *_split(ctx, CExpr(p, type), used)]
+    return [f"const {type} {p} = {start};", *split(ctx, CExpr(p, type), used, ctx.row_axes)]
 
 
 def prologue(ctx: Context) -> list[str]:
     """What the body turned out to need, defined at the top of the kernel."""
     need = ctx.prologue
-    out: list[str] = []
-    rows = ctx.schedule.rows
-    row = ctx.layout.row
     tail: list[str] = []
     if ctx.flat:
         if need & (ctx.parallel | {ROW}):
-            tail = definitions(ctx, row, need)
+            tail = definitions(ctx, ctx.layout.row, need)
     elif need & (ctx.parallel | {"#live"}):
-        tail = _row_index(ctx, rows)
+        tail = _row_index(ctx, ctx.schedule.rows)
+    before, indices = thread_and_tiles(ctx)
+    return before + tail + indices
+
+
+def thread_and_tiles(ctx: Context) -> tuple[list[str], list[str]]:
+    """What the body needs of the thread's number and the number of points, and of the tile indices."""
+    need = ctx.prologue
+    out: list[str] = []
     indices: list[str] = []
     for a in ctx.layout.axes:
         if a.name in need:
@@ -76,7 +82,7 @@ def prologue(ctx: Context) -> list[str]:
         out.append(f"const int {ctx.temporary('warp')} = {tid} / 32;")
     if "#points" in need:
         out.append(f"const {ctx.index_type} {ctx.temporary('points')} = {ctx.rows_total()};")
-    return out + tail + indices
+    return out, indices
 
 
 def _digit(ctx: Context, d: int, count: int) -> str:
@@ -109,12 +115,23 @@ def _tile_index(ctx: Context, a: AxisLayout) -> CExpr:
     return position
 
 
+def first_row(ctx: Context) -> CExpr:
+    """The row index of the program's first row, in the current step of a loop over rows."""
+    if ctx.scheduled.sums is not None and not ctx.scheduled.sums.columns:
+        return CExpr(ctx.temporary("first_p"), ctx.index_type)
+    return binary("*", _block(ctx), CExpr(rows_constant(ctx), "int"))
+
+
 def _block(ctx: Context) -> CExpr:
+    if ctx.scheduled.sums is not None and ctx.scheduled.sums.split is not None:
+        ctx.prologue.add("#block")
+        return CExpr(ctx.temporary("block"), ctx.index_type)
     block = CExpr("blockIdx.x", "int")
     return cast("long long", CExpr("blockIdx.x", "unsigned")) if ctx.variant.wide else block
 
 
-def _rows(ctx: Context) -> str:
+def rows_constant(ctx: Context) -> str:
+    """The named constant that is the number of rows a program takes at a time."""
     ctx.constants["ROWS"] = (str(ctx.schedule.rows), "")
     return "ROWS"
 
@@ -134,7 +151,7 @@ def _row_index(ctx: Context, rows: int) -> list[str]:
             points = CExpr(ctx.temporary("points"), type)
         live = ctx.temporary("live")
         out = [
-            f"const {type} {first} = {binary('+', binary('*', _block(ctx), CExpr(_rows(ctx), 'int')), row)};",
+            f"const {type} {first} = {binary('+', binary('*', _block(ctx), CExpr(rows_constant(ctx), 'int')), row)};",
             f"const bool {live} = {first} < {points};",
         ]
         start = CExpr(f"{live} ? {first} : {points} - 1", type, COND)
@@ -142,14 +159,27 @@ def _row_index(ctx: Context, rows: int) -> list[str]:
         return out
     if single is not None:
         return [*out, f"const {type} {ctx.names[single]} = {start};"]
-    return [*out, f"const {type} {p} = {start};", *_split(ctx, CExpr(p, type), ctx.prologue)]
+    return [*out, f"const {type} {p} = {start};", *split(ctx, CExpr(p, type), ctx.prologue, ctx.row_axes)]
 
 
-def _split(ctx: Context, p: CExpr, used: set[str]) -> list[str]:
-    """The parallel indices of `used` from the flattened index `p`, the last declared fastest."""
+def row_of_group(ctx: Context, first: CExpr) -> list[str]:
+    """In a loop over groups of rows, the first of which is `first`: the thread's row and its parallel indices."""
+    type, p, live = ctx.index_type, ctx.temporary("p"), ctx.temporary("live")
+    points = CExpr(ctx.temporary("points"), type)
+    row = CExpr(ctx.thread(ctx.layout.row.digit), "int")
+    out = [f"const bool {live} = {binary('+', first, row)} < {points};"]
+    if not ctx.prologue & ctx.rowwise:
+        return out
+    start = f"{live} ? {binary('+', first, row)} : {points} - 1"
+    if len(ctx.row_axes) == 1:
+        return [*out, f"const {type} {ctx.names[ctx.row_axes[0].name]} = {start};"]
+    return [*out, f"const {type} {p} = {start};", *split(ctx, CExpr(p, type), ctx.prologue, ctx.row_axes)]
+
+
+def split(ctx: Context, p: CExpr, used: set[str], axes: tuple[ir.Axis, ...]) -> list[str]:
+    """Those of the parallel indices `axes` that are in `used`, from their flattened index `p`, the last fastest."""
     out: list[str] = []
     rest = p
-    axes = ctx.kernel.parallel
     for k in range(len(axes) - 1, -1, -1):
         extent = ctx.extent(axes[k])
         if axes[k].name in used:

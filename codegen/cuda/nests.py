@@ -90,11 +90,13 @@ class NestEmitter:
         ctx = self.ctx
         taken = {a.digit for a in ctx.ordered(ctx.space(s))}
         conditions: list[str] = []
-        if not ctx.flat:
+        if not ctx.flat and not ctx.behind_rows:
             taken.add(ctx.layout.row.digit)
             if ctx.schedule.rows > 1:
                 ctx.prologue.add("#live")
                 conditions.append(ctx.temporary("live"))
+        if isinstance(s, ir.Accumulate):
+            return " && ".join(conditions)  # all threads that hold the value add it to their own copy of the sum
         free = [d for d, n in enumerate(ctx.layout.digits) if n > 1 and d not in taken]
         conditions += [f"{ctx.thread(d)} == 0" for d in free]
         return " && ".join(conditions)
@@ -171,6 +173,8 @@ class NestEmitter:
             if _is_gather(s) and not self._gathers_rows(s):
                 return None
             return pack_of(ctx, ctx.kernel.tensor(s.value.tensor), s.value.at, self._lanes_of(s))
+        if isinstance(s, ir.Accumulate):
+            return None
         return pack_of(ctx, ctx.kernel.tensor(s.tensor), s.at, self._lanes_of(s))
 
     def _lanes_of(self, s: ir.Stmt) -> str | None:
@@ -284,12 +288,18 @@ class NestEmitter:
 
     def _store(self, s: ir.Store | ir.Accumulate, out: str) -> None:
         ctx = self.ctx
+        guard = f"if ({g}) " if (g := self.guards[id(s)]) else ""
+        if isinstance(s, ir.Accumulate):
+            acc = ctx.partials[s.tensor, s.at]
+            where = "".join(f"[{ctx.slot(a)}]" for a in acc.holder.slots)
+            where += f"[{ctx.frame.lane}]" if acc.holder.lanes else ""
+            ctx.lines.add(f"{guard}{take(ctx, acc, where, expression(s.value, ctx), None)}")
+            return
         tensor = ctx.kernel.tensor(s.tensor)
         if out:
             ctx.lines.add(f"{out}[{ctx.frame.lane}] = {packed_value(ctx, s.value, tensor.dtype)};")
             return
         value = narrowed(ctx, s.value, tensor.dtype)
-        guard = f"if ({g}) " if (g := self.guards[id(s)]) else ""
         ctx.lines.add(f"{guard}{address(ctx, tensor, s.at, {}).element} = {value};")
 
 

@@ -65,14 +65,15 @@ def declare(ctx: Context, let: ir.Let) -> Accumulator:
     best = Holder(ctx.names.fresh(f"{let.name}_best") if ranked else name, compute_type(dtype), slots, lanes)
     at = Holder(name, "int", slots, lanes) if ranked else None
     start = identity(e.kind, dtype)
-    _define(ctx, best, start)
+    define(ctx, best, start)
     if at is not None:
-        _define(ctx, at, CExpr("0x7fffffff", "int"))
+        define(ctx, at, CExpr("0x7fffffff", "int"))
     ctx.holders[let.name] = at or best
     return Accumulator(e, best, at)
 
 
-def _define(ctx: Context, h: Holder, start: CExpr) -> None:
+def define(ctx: Context, h: Holder, start: CExpr) -> None:
+    """Define the variable of `h`, every element at `start`."""
     shape = array_shape(ctx, h)
     if not shape:
         ctx.lines.add(f"{h.type} {h.name} = {start};")

@@ -51,8 +51,11 @@ class Blocks:
         self.rows = rows
         self.vector = flat_vector(scheduled) if self.flat else 1
         self.looped = {a.name for a in kernel.tiles if _chunk(scheduled, a) is not None}
+        self.axes = frozenset(a.name for a in kernel.axes)
         self._parallel = {a.name for a in kernel.parallel}
-        self._innermost = kernel.parallel[-1].name if kernel.parallel else None
+        # The parallel indices that the rows of a program run over; the others are the same in the whole program.
+        self._rowwise = {a.name for a in scheduled.row_axes}
+        self._innermost = scheduled.row_axes[-1].name if scheduled.row_axes else None
         dims: list[Dim] = []
         if kernel.parallel and rows > 1:
             # Whether the last program is full depends on the run-time number of rows.
@@ -74,7 +77,7 @@ class Blocks:
                 keys.add(a)
             elif self.vector > 1 and a == self._innermost:
                 keys |= {ROW, LANE}
-            else:
+            elif a in self._rowwise:
                 keys.add(ROW)
         return self.order(keys)
 
@@ -122,10 +125,10 @@ def _chunk(scheduled: Scheduled, axis: ir.Axis) -> int | None:
 def flat_vector(scheduled: Scheduled) -> int:
     """Lanes of a vector in a flat kernel: 16 bytes of the narrowest tensor along the innermost index, as far as the
     extent divides; 1 where one index is all there is, as a plain block is then contiguous already."""
-    kernel, variant = scheduled.kernel, scheduled.variant
-    if len(kernel.parallel) < 2:
+    variant = scheduled.variant
+    if len(scheduled.row_axes) < 2:
         return 1
-    inner = kernel.parallel[-1]
+    inner = scheduled.row_axes[-1]
     sizes = [
         t.dtype.itemsize
         for t, at in accesses(scheduled)

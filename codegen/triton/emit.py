@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import PurePath
 
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.names import Names
-from kgen.codegen.program import Arg, Program
-from kgen.codegen.schedule import Loop, Scheduled
+from kgen.codegen.program import Arg, Program, Stage
+from kgen.codegen.schedule import Loop, Scheduled, Sums
 from kgen.codegen.templating import environment, render
 from kgen.codegen.triton.blocks import ROW, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.expressions import Expressions
@@ -21,24 +21,22 @@ from kgen.codegen.triton.intrinsics import TYPES
 from kgen.codegen.triton.memory import ArgNames, Memory
 from kgen.codegen.triton.reductions import Accumulator, masked, reduced
 from kgen.codegen.triton.reserved import HELPERS, RESERVED
-from kgen.codegen.triton.text import COMPARE, Text, call
+from kgen.codegen.triton.sums import PartialSum, partition, share
+from kgen.codegen.triton.text import COMPARE, Text, call, method
 from kgen.dsl import ir
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.affine import Poly
 from kgen.dsl.source import Span
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-class EmitError(KgenError):
-    """A kernel that the Triton backend cannot print."""
-
-
 def emit(scheduled: Scheduled) -> Program:
     """The Triton module of `scheduled`: one `@triton.jit` function, the helpers that it uses, and nothing of kgen.
 
-    Arguments are in the order of `kernel_args`. Raises EmitError for a kernel with a sum over programs.
+    Arguments are in the order of `kernel_args`. A kernel that sums over programs becomes several: `Program.then`.
     """
-    return _Emitter(scheduled).program()
+    program = _Emitter(scheduled).program()
+    return replace(program, then=tuple(emit(s) for s in scheduled.then)) if scheduled.then else program
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,7 @@ class _Emitter:
         users = (kernel.name, *kernel.dims, *(a.name for a in kernel.axes), *(p.name for p in kernel.scalars), *lets)
         self.names = Names(users, RESERVED)
         self.args = kernel_args(kernel, self.variant)
+        self.sum_names: dict[str, str] = {}  # of the values of finished sums
         self.arg_names = self._arg_names()
         self.blocks = Blocks(scheduled)
         self.indices = Indices(kernel, self.blocks, self._spelling)
@@ -75,12 +74,13 @@ class _Emitter:
         )
         self.chunk_starts: dict[str, str] = {}  # names of the loop variables
         self.stored: set[str] = set()
+        self.sums: dict[tuple[str, tuple[Poly, ...]], PartialSum] = {}  # by target
         self.barriers = scheduled.barriers | self._replicated()
         self.said: tuple[str, int] | None = None
 
     # -- names ---------------------------------------------------------------------------------------------------
     def _spelling(self, name: str) -> str:
-        part = self.flat_stars.get(name)
+        part = self.flat_stars.get(name) or self.sum_names.get(name)
         return part if part is not None else self.names[name]
 
     def _arg_names(self) -> ArgNames:
@@ -132,17 +132,30 @@ class _Emitter:
         return self.names[a.name]
 
     # -- the program's own indices -------------------------------------------------------------------------------
-    def _prelude(self) -> list[Definition]:
+    def _sizes(self) -> list[Definition]:
         out: list[Definition] = []
         for dim in sorted({d for d, _ in self.arg_names.part}):
             sizes = [v for (d, _), v in self.arg_names.part.items() if d == dim]
             out.append(Definition(self.names[dim], " * ".join(sizes)))
-        parallel = self.kernel.parallel
-        multiple = power_of_two_factor(parallel[-1].extent, self.variant) if parallel else 1
-        found, mask = program_indices(self.indices, self._spelling, self.names.fresh, self.variant.wide, multiple)
-        out += found
+        return out
+
+    def _multiple(self) -> int:
+        axes = self.scheduled.row_axes
+        return power_of_two_factor(axes[-1].extent, self.variant) if axes else 1
+
+    def _prelude(self) -> list[Definition]:
+        start = Text("tl.program_id(0)")
+        if self.variant.wide or not self.blocks.flat:
+            start = method(start, "to", "tl.int64")
+        found, mask = program_indices(
+            self.indices, self._spelling, self.names.fresh, start, self._multiple(), self.kernel.parallel
+        )
         if mask:
             self.masks[ROW] = mask
+        return [*self._sizes(), *found, *self._tiles()]
+
+    def _tiles(self) -> list[Definition]:
+        out: list[Definition] = []
         for a in self.kernel.tiles:
             if a.name not in self.blocks.looped:
                 out += self._tile(a, "")
@@ -164,7 +177,15 @@ class _Emitter:
 
     # -- statements ----------------------------------------------------------------------------------------------
     def body(self) -> list[_Line]:
+        if self.scheduled.sums is not None:
+            return self._sum_body(self.scheduled.sums)
         prelude = self._prelude()
+        lines = self._steps()
+        prelude += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
+        out = [_Line(t) for t in _used(prelude, (line.text for line in lines))]
+        return [*out, _Line(""), *lines] if out else lines
+
+    def _steps(self) -> list[_Line]:
         lines: list[_Line] = []
         for step in self.scheduled.steps:
             lanes = MaskedLanes(step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
@@ -173,9 +194,48 @@ class _Emitter:
             else:
                 for s in step.body:
                     lines += self._statement(s, lanes)
-        prelude += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
-        out = [_Line(t) for t in _used(prelude, (line.text for line in lines))]
-        return [*out, _Line(""), *lines] if out else lines
+        return lines
+
+    def _sum_body(self, sums: Sums) -> list[_Line]:
+        """The loop over a program's share of the rows, with blocks of sums around it."""
+        own = share(self.scheduled, sums, self.indices, self._spelling, self.names.fresh, self._multiple())
+        if own.mask:
+            self.masks[ROW] = own.mask
+        before: list[_Line] = []
+        added = [s for step in self.scheduled.steps for s in step.body if isinstance(s, ir.Accumulate)]
+        for s in added:
+            total = PartialSum.of(s, self.names.fresh(f"{s.tensor}_sum"), self.blocks)
+            self.sums[s.tensor, s.at] = total
+            before += [*self._comment(s.span), _Line(total.start(self.blocks), s.span)]
+        self.said = None
+        inside = self._steps()
+        if sums.zeroed:
+            inside.append(_Line("tl.debug_barrier()  # the next row adds to what this one has stored"))
+        behind: list[_Line] = []
+        self.said = None
+        for s in added:
+            total = self.sums[s.tensor, s.at]
+            self.sum_names[total.name] = total.name
+            self.expressions.bound[total.name] = total.kept
+            axes = frozenset[str]().union(*(p.symbols for p in s.at)) & self.blocks.axes
+            value = ir.Ref(total.name, s.value.dtype, axes, s.span)
+            behind += self._comment(s.span)
+            texts = [*total.finish(), *self.memory.store(ir.Store(s.tensor, s.at, value, s.span))]
+            behind += [_Line(t, s.span) for t in texts]
+        definitions = [*self._sizes(), *own.definitions, *self._tiles()]
+        definitions += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
+        still, moving = partition(definitions, own.variable)
+        head = _used(moving, (line.text for line in inside))
+        texts = [own.header, *head, *(line.text for line in (*before, *inside, *behind))]
+        loop = [*(_Line(t) for t in head), *([_Line("")] if head else []), *inside]
+        out = [
+            *(_Line(t) for t in _used(still, texts)),
+            _Line(""),
+            *before,
+            _Line(own.header),
+            *(_Line(f"    {line.text}" if line.text else "", line.span) for line in loop),
+        ]
+        return [*out, _Line(""), *behind] if behind else out
 
     def _statement(self, s: ir.Stmt, lanes: MaskedLanes) -> list[_Line]:
         out = self._comment(s.span)
@@ -189,10 +249,8 @@ class _Emitter:
             self.expressions.bound[s.name] = dims
             return [*out, *(_Line(t, s.span) for t in lines)]
         if isinstance(s, ir.Accumulate):
-            raise EmitError(
-                f"{self.kernel.name}: line {s.span.line} sums into {s.tensor} over programs, which the Triton backend "
-                "does not do"
-            )
+            total = self.sums[s.tensor, s.at]
+            return [*out, _Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
         if s.tensor in self.barriers and s.tensor not in self.stored:
             out.append(_Line("tl.debug_barrier()  # every element is read before any is overwritten", s.span))
         self.stored.add(s.tensor)
@@ -303,7 +361,9 @@ class _Emitter:
         )
         total = source.count("\n")
         spans = (*(None for _ in range(total - len(body))), *(line.span for line in body))
-        return Program("triton", entry, source, self.args, self.scheduled.schedule, 0, spans)
+        sums = self.scheduled.sums
+        stage = None if sums is None else Stage(self.kernel, self.variant, sums)
+        return Program("triton", entry, source, self.args, self.scheduled.schedule, 0, spans, stage)
 
     def _parameter(self, a: Arg) -> str:
         name = self._identifier(a)
@@ -333,8 +393,17 @@ class _Emitter:
         rows = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in kernel.parallel) or "1"
         per = self.scheduled.schedule.rows
         grid = rows if per == 1 else f"triton.cdiv({rows}, {per})"
+        if self.scheduled.sums is not None:
+            grid = self._sum_grid(self.scheduled.sums)
         out.append(f"Launch: grid ({grid},), num_warps={self.scheduled.schedule.threads // 32}.")
         return out
+
+    def _sum_grid(self, sums: Sums) -> str:
+        axes = sums.row_axes(self.kernel) if sums.columns else sums.block_axes(self.kernel)
+        blocks = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in axes)
+        if sums.columns:
+            blocks = f"triton.cdiv({blocks}, {self.scheduled.schedule.rows})"
+        return " * ".join(t for t in (sums.dim if sums.split is not None else "", blocks) if t) or "1"
 
 
 def _used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:

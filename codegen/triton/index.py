@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kgen.codegen.triton.blocks import LANE, ROW, Blocks, Value, align
-from kgen.codegen.triton.text import PRODUCT, SUM, Text, binary, call, method
+from kgen.codegen.triton.text import PRODUCT, SUM, Text, binary, call
 from kgen.dsl import ir
 from kgen.dsl.affine import FloorDiv, Mod, Monomial, Poly, Sym
 
@@ -122,12 +122,18 @@ class Indices:
 
 
 def program_indices(
-    indices: Indices, spelling: Callable[[str], str], fresh: Callable[[str], str], wide: bool, multiple: int
+    indices: Indices,
+    spelling: Callable[[str], str],
+    fresh: Callable[[str], str],
+    start: Text,
+    multiple: int,
+    axes: tuple[ir.Axis, ...],
 ) -> tuple[list[Definition], str]:
-    """How a program finds its parallel indices, and the name of the mask of its rows (empty where every row counts).
-    `multiple`: a power of two that divides the innermost parallel extent."""
-    kernel, blocks = indices.kernel, indices.blocks
-    axes = kernel.parallel
+    """How a program finds the parallel indices `axes`, and the name of the mask of its rows (empty where all count).
+
+    `start`: the number of the program's block. `multiple`: a power of two that divides the innermost extent.
+    """
+    blocks = indices.blocks
     if not axes:
         return [], ""
     out: list[Definition] = []
@@ -138,9 +144,6 @@ def program_indices(
         extents[-1] = extents[-1].floordiv(lanes)
 
     flat_index = spelling(axes[0].name) if len(axes) == 1 else fresh("v" if lanes > 1 else "p")
-    start = Text("tl.program_id(0)")
-    if wide or not blocks.flat:
-        start = method(start, "to", "tl.int64")
     if blocks.rows > 1:
         start = binary("+", binary("*", start, Text(str(per_program))), Text(f"tl.arange(0, {per_program})"))
     note = f"{per_program} vectors of {lanes} points a program" if lanes > 1 else ""
@@ -149,7 +152,7 @@ def program_indices(
     mask = ""
     if ROW in blocks.dims:
         mask = fresh(f"mask_{flat_index}")
-        count = _product([indices.code(e).text for e in extents])
+        count = product([indices.code(e).text for e in extents])
         note = ""
         if blocks.flat and len(axes) == 1 and multiple > 1 and not extents[0].is_constant:
             # An argument cannot carry the hint, a product can: masks are then known to be alike within a vector.
@@ -157,20 +160,26 @@ def program_indices(
             note = f"the extent is a multiple of {multiple}; spelled out, it lets Triton use wide accesses"
         out.append(Definition(mask, f"{flat_index} < {count.within(SUM)}", note))
     if len(axes) > 1:
-        out += _divided(indices, spelling, flat_index, extents, lanes)
+        out += divided(indices, spelling, flat_index, axes, extents, lanes)
     return out, mask
 
 
-def _divided(
-    indices: Indices, spelling: Callable[[str], str], flat_index: str, extents: list[Poly], lanes: int
+def divided(
+    indices: Indices,
+    spelling: Callable[[str], str],
+    flat_index: str,
+    axes: tuple[ir.Axis, ...],
+    extents: list[Poly],
+    lanes: int,
 ) -> list[Definition]:
-    """The indices from the flattened one, the last declared fastest."""
+    """The indices `axes` from the flattened one, the last fastest. `extents`: theirs, the last in vectors of
+    `lanes`."""
     out: list[Definition] = []
     texts = [indices.code(e).text for e in extents]
-    for i, a in enumerate(indices.kernel.parallel):
+    for i, a in enumerate(axes):
         value = Text(flat_index)
         if i + 1 < len(texts):
-            value = binary("//", value, _product(texts[i + 1 :]))
+            value = binary("//", value, product(texts[i + 1 :]))
         if i > 0:
             value = binary("%", value, texts[i])
         if lanes > 1 and i + 1 == len(texts):
@@ -180,7 +189,7 @@ def _divided(
     return out
 
 
-def _product(factors: list[Text]) -> Text:
+def product(factors: list[Text]) -> Text:
     out = factors[0]
     for f in factors[1:]:
         out = binary("*", out, f)

@@ -1,0 +1,183 @@
+"""A sum over programs: the loop over a program's share of the rows, with partial sums in registers around it.
+
+In front of the loop stand the thread's number, the program's share and what is the same in all rows; the loop begins
+with the indices and pointers of its row; behind it the threads that hold parts of the same sum combine them, and the
+sums are stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from kgen.codegen.cuda import indices
+from kgen.codegen.cuda.context import ROW, Context, Holder
+from kgen.codegen.cuda.expr import constant
+from kgen.codegen.cuda.reduce import Accumulator, define, finish
+from kgen.codegen.cuda.text import CExpr, Lines, binary, compute_type, integer
+from kgen.codegen.schedule import Sums
+from kgen.dsl import ir
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+def emit_sums(
+    ctx: Context,
+    sums: Sums,
+    steps: Callable[[], None],
+    stores: Callable[[tuple[ir.Stmt, ...]], None],
+    pointers: Callable[[], list[str]],
+) -> list[str]:
+    """Emit the kernel's body into `ctx.lines`; what stands in front of it is returned.
+
+    `steps` emits the statements of a row, `stores` the given ones, `pointers` are the definitions of the pointers asked
+    for so far.
+    """
+    added = [s for step in ctx.steps for s in step.body if isinstance(s, ir.Accumulate)]
+    for s in added:
+        ctx.partials[s.tensor, s.at] = _accumulator(ctx, sums, s)
+    ctx.visible.append(set())
+    with ctx.capture() as row:
+        row.depth += 1
+        steps()
+        if ctx.shared_bytes or ctx.scheduled.barriers:
+            ctx.barrier()  # the next row writes the slots again
+    ctx.visible.pop()
+    ctx.behind_rows = True
+    with ctx.capture() as behind:
+        _combine(ctx, sums, added)
+        stores(tuple(ir.Store(s.tensor, s.at, _partial(ctx, s), s.span) for s in added))
+    loop = _Loop(ctx, sums)
+    header, inside = loop.header(), loop.inside()
+    in_row = {*loop.names, *_defined(inside)}
+    moving = [p for p in pointers() if in_row & set(_WORD.findall(p.split(" = ", 1)[1]))]
+    share = loop.share()
+    before, tiles = indices.thread_and_tiles(ctx)
+    still = [p for p in pointers() if p not in moving]
+    ctx.lines = Lines()
+    for s in added:
+        ctx.lines.comment(s.span)
+        acc = ctx.partials[s.tensor, s.at]
+        define(ctx, acc.holder, constant(0, s.value.dtype))
+    ctx.lines.span = None
+    with ctx.lines.block(header):
+        for line in (*inside, *moving):
+            ctx.lines.add(line)
+        ctx.lines.extend(row)
+    if behind.items:
+        ctx.lines.gap()
+    ctx.lines.extend(behind)
+    return [*before, *share, *tiles, *still]
+
+
+def sums_remark(ctx: Context, sums: Sums) -> str:
+    """What the head of the file says about the grid."""
+    over = ", ".join(sums.over)
+    if sums.split is None:
+        return f"Adds up the {sums.dim} partial sums, always in the same order."
+    return (
+        f"Persistent: {sums.dim} programs share out {over} and write a partial sum each, which another kernel adds up."
+    )
+
+
+def _accumulator(ctx: Context, sums: Sums, s: ir.Accumulate) -> Accumulator:
+    """The variable of a sum: of the shape of the thread's part of the target; a scalar where threads share out what is
+    summed."""
+    space = ctx.space(s)
+    if ctx.flat and not sums.columns:
+        space = frozenset()
+    axes = frozenset[str]().union(*(p.symbols for p in s.at))
+    lanes = ctx.lane_axis(space, axes) is not None
+    name = ctx.names.fresh(f"{s.tensor}_sum")
+    holder = Holder(name, compute_type(s.value.dtype), ctx.looped_slots(space), lanes)
+    ctx.holders[name] = holder
+    return Accumulator(ir.Reduce("sum", s.value, (ROW,), s.value.dtype, axes, s.span), holder, None)
+
+
+def _partial(ctx: Context, s: ir.Accumulate) -> ir.Ref:
+    """The finished sum as a value over the indices of the target."""
+    axes = frozenset[str]().union(*(p.symbols for p in s.at)) & ctx.indices
+    return ir.Ref(ctx.partials[s.tensor, s.at].holder.name, s.value.dtype, axes, s.span)
+
+
+def _combine(ctx: Context, sums: Sums, added: list[ir.Accumulate]) -> None:
+    """Combine the threads that took different rows of the program's share."""
+    if not sums.columns:
+        ctx.lines.span = added[0].span
+        finish(ctx, [ctx.partials[s.tensor, s.at] for s in added])
+
+
+class _Loop:
+    """The loop over a program's share of the summed points. `variable` is its index."""
+
+    def __init__(self, ctx: Context, sums: Sums) -> None:
+        self.ctx = ctx
+        self.sums = sums
+        self.over = sums.over_axes(ctx.kernel)
+        self.blocks = sums.block_axes(ctx.kernel)
+        self.one_by_one = sums.columns or (not ctx.flat and ctx.schedule.rows == 1)
+        if not self.one_by_one:
+            self.variable = ctx.temporary("first_p")
+        elif len(self.over) == 1:
+            self.variable = ctx.names[self.over[0].name]
+        else:
+            self.variable = ctx.temporary("q" if sums.columns else "p")
+
+    def header(self) -> str:
+        """`for (...)`."""
+        ctx, v = self.ctx, self.variable
+        points = ctx.points_of(self.over)
+        if not self.sums.columns and (not self.one_by_one or not points.text.isalnum()):
+            ctx.prologue.add("#points")
+            points = CExpr(ctx.temporary("points"), ctx.index_type)
+        first, step = integer(0), integer(1)
+        if self.sums.split is not None:
+            first, step = CExpr(ctx.names[self.sums.split], ctx.index_type), ctx.size(self.sums.dim, 0)
+            ctx.prologue.add(self.sums.split)
+        if not self.one_by_one:
+            rows = CExpr(indices.rows_constant(ctx), "int")
+            first = binary("*", first, rows) if self.sums.split is not None else first
+            step = binary("*", step, rows) if self.sums.split is not None else rows
+        forward = f"++{v}" if step.text == "1" else f"{v} += {step}"
+        return f"for ({ctx.index_type} {v} = {first}; {v} < {points}; {forward})"
+
+    def inside(self) -> list[str]:
+        """What the loop begins with: the indices of the row."""
+        ctx, need = self.ctx, self.ctx.prologue
+        if self.one_by_one:
+            if len(self.over) == 1:
+                return []
+            return indices.split(ctx, CExpr(self.variable, ctx.index_type), need, self.over)
+        if ctx.flat:
+            row = ctx.layout.row
+            return indices.definitions(ctx, row, need) if row.slots == 1 else []
+        return indices.row_of_group(ctx, CExpr(self.variable, ctx.index_type)) if need & {*self.names, "#live"} else []
+
+    @property
+    def names(self) -> set[str]:
+        """Identifiers that change from row to row before the loop's own definitions."""
+        return {self.variable, *(self.ctx.names[a.name] for a in self.over)}
+
+    def share(self) -> list[str]:
+        """Which share a program has, and its point of the indices that are not summed over."""
+        ctx, need, type = self.ctx, self.ctx.prologue, self.ctx.index_type
+        out: list[str] = []
+        if self.sums.columns and need & (ctx.rowwise | {ROW}):
+            out = indices.definitions(ctx, ctx.layout.row, need)
+        block = CExpr(ctx.temporary("block"), type)
+        out = indices.split(ctx, block, need, self.blocks) + out if self.blocks else out
+        if self.sums.split is None:
+            return out
+        name, splits = ctx.names[self.sums.split], ctx.size(self.sums.dim, 0)
+        if not self.sums.columns and not self.blocks:
+            return [f"const {type} {name} = blockIdx.x;", *out]
+        return [
+            f"const {type} {name} = blockIdx.x % {splits};",
+            f"const {type} {block} = blockIdx.x / {splits};",
+            *out,
+        ]
+
+
+def _defined(lines: list[str]) -> set[str]:
+    """The names that lines of the form `const type name = value;` define."""
+    return {line.split(" = ", 1)[0].split()[-1] for line in lines}

@@ -1,0 +1,206 @@
+"""Sums over programs: how does `out[n] += e` become launches that give the same bits every time?
+
+A kernel that sums over parallel indices is cut into *stages*, kernels that are launched one after the other. In each,
+the points of the summed indices are shared out among `SPLITS` programs; a program loops over its share in a fixed
+order, keeps one partial sum for each element of the target, and writes them to its own row of a workspace. A last stage
+adds up the rows of the workspace, also in a fixed order. No stage uses atomics.
+
+Both kinds of stage are ordinary kernels whose `Accumulate` now means: sum over what this program loops over, then
+store. Sums that keep different parallel indices go to stages of their own, each of which computes what it needs again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kgen.codegen.layout import VECTOR_BYTES, contiguous, divisor
+from kgen.codegen.normalize import normalize
+from kgen.codegen.schedule import Schedule, ScheduleError, Sums
+from kgen.codegen.variant import TensorClass, Variant
+from kgen.dsl import ir
+from kgen.dsl.affine import Poly
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One launch: a kernel in normal form, and how its sums are spread (None for one without sums)."""
+
+    kernel: ir.Kernel
+    variant: Variant
+    sums: Sums | None
+
+
+def has_sums(kernel: ir.Kernel) -> bool:
+    """Whether `kernel` sums over programs."""
+    return any(isinstance(s, ir.Accumulate) for s in kernel.body)
+
+
+def stages(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
+    """The stages of `kernel`, which is in normal form, in order of launch."""
+    # With nothing to sum over, `+=` is a store.
+    plain = replace(
+        kernel, body=tuple(_stored(s) if isinstance(s, ir.Accumulate) and not s.over else s for s in kernel.body)
+    )
+    if not has_sums(plain):
+        return (Stage(plain, variant, None),)
+    groups: dict[frozenset[str], list[ir.Accumulate]] = {}
+    for s in plain.body:
+        if isinstance(s, ir.Accumulate):
+            groups.setdefault(frozenset(s.over), []).append(s)
+    cut = _Cut(plain, variant)
+    for i, group in enumerate(groups.values()):
+        # Stores come last: an `inout` tensor is read by every stage before one overwrites it.
+        cut.partial(group, stores=i == len(groups) - 1)
+    return cut.stages()
+
+
+def _stored(s: ir.Accumulate) -> ir.Store:
+    return ir.Store(s.tensor, s.at, s.value, s.span)
+
+
+class _Cut:
+    """Collects the stages; workspaces are tensors of all of them, as the runtime passes one list."""
+
+    def __init__(self, kernel: ir.Kernel, variant: Variant) -> None:
+        self.kernel = kernel
+        self.variant = variant
+        self.taken = {
+            kernel.name, *(t.name for t in kernel.tensors), *(p.name for p in kernel.scalars), *kernel.dims,
+            *dict(variant.dims), *(a.name for a in kernel.axes), *(n for n, _ in kernel.consts),
+            *(s.name for s in kernel.body if isinstance(s, ir.Let)),
+        }  # fmt: skip
+        self.dims: list[str] = []
+        self.workspaces: list[ir.Tensor] = []
+        self.classes: list[tuple[str, TensorClass]] = []
+        self.partials: list[tuple[ir.Kernel, Sums]] = []
+        self.finishes: list[tuple[ir.Kernel, Sums]] = []
+
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages, the partial sums first."""
+        variant = replace(self.variant, tensors=(*self.variant.tensors, *self.classes))
+        out: list[Stage] = []
+        for kernel, sums in (*self.partials, *self.finishes):
+            written = {s.tensor for s in kernel.body if not isinstance(s, ir.Let)}
+            tensors = tuple(replace(t, role="out" if t.name in written else "in") for t in self.workspaces)
+            whole = replace(kernel, tensors=(*self.kernel.tensors, *tensors), dims=(*self.kernel.dims, *self.dims))
+            out.append(Stage(normalize(whole, variant), variant, sums))
+        return tuple(out)
+
+    def partial(self, group: list[ir.Accumulate], stores: bool) -> None:
+        """The stage that makes the partial sums of `group` (and the kernel's stores), and those that finish them."""
+        kernel = self.kernel
+        split, dim = self._fresh("split"), self._fresh("SPLITS")
+        self.dims.append(dim)
+        span = group[0].span
+        axis = ir.Axis(split, Poly.sym(dim), "parallel", span)
+        over = frozenset(group[0].over)
+        kept = tuple(a for a in kernel.parallel if a.name not in over)
+        summed = tuple(a for a in kernel.parallel if a.name in over)
+        columns = not kernel.tiles and bool(kept) and self._along_columns(kept[-1].name, summed[-1].name)
+        body: list[ir.Stmt] = []
+        ends: dict[tuple[str, ...], list[ir.Accumulate]] = {}
+        for s in kernel.body:
+            if isinstance(s, ir.Accumulate) and any(s is g for g in group):
+                rest = self._elements(s)
+                workspace = self._workspace(s, dim, (*kept, *rest))
+                at = tuple(Poly.sym(a) for a in (split, *(a.name for a in (*kept, *rest))))
+                body.append(replace(s, tensor=workspace.name, at=at))
+                load = ir.Load(workspace.name, at, s.value.dtype, frozenset().union(*(p.symbols for p in at)), s.span)
+                end = replace(s, value=load, over=(split,))
+                ends.setdefault(tuple(a.name for a in rest), []).append(end)
+            elif isinstance(s, ir.Let) or (stores and isinstance(s, ir.Store)):
+                body.append(s)
+        tiles = kernel.tiles
+        parallel = (*summed, axis, *kept) if columns else (*kept, axis, *summed)
+        name = kernel.name if not self.partials else self._fresh(f"{kernel.name}_{len(self.partials) + 1}")
+        sums = Sums(tuple(a.name for a in summed), split, dim, columns, ())
+        self.partials.append((replace(kernel, name=name, axes=(*parallel, *tiles), body=tuple(body)), sums))
+        for rest_names, statements in ends.items():
+            rest = tuple(replace(a, kind="parallel") for a in tiles if a.name in rest_names)
+            columns = bool(kept or rest)
+            axes = (axis, *kept, *rest)
+            lets = tuple(ir.Let(self._fresh(f"{s.tensor}_share"), s.value, s.span) for s in statements)
+            adds = tuple(
+                replace(s, value=ir.Ref(let.name, let.value.dtype, let.value.axes, s.span))
+                for s, let in zip(statements, lets, strict=True)
+            )
+            finish = replace(
+                kernel, name=self._fresh(f"{kernel.name}_finish"), doc="", axes=axes, body=(*lets, *adds)
+            )  # fmt: skip
+            self.finishes.append((finish, Sums((split,), None, dim, columns, ())))
+
+    def _elements(self, s: ir.Accumulate) -> tuple[ir.Axis, ...]:
+        """The tile indices of a target."""
+        names = frozenset[str]().union(*(p.symbols for p in s.at))
+        return tuple(a for a in self.kernel.tiles if a.name in names)
+
+    def _workspace(self, s: ir.Accumulate, dim: str, axes: tuple[ir.Axis, ...]) -> ir.Tensor:
+        dtype = s.value.dtype
+        name = self._fresh(f"{s.tensor}_partial")
+        shape = (Poly.sym(dim), *(a.extent for a in axes))
+        tensor = ir.Tensor(name, dtype, shape, "out", False, False, s.span)
+        self.workspaces.append(tensor)
+        # Contiguous: every stride is a multiple of the innermost extent.
+        proved = divisor(axes[-1].extent, self.variant) * dtype.itemsize if axes else VECTOR_BYTES
+        self.classes.append((name, TensorClass(True, min(VECTOR_BYTES, proved))))
+        return tensor
+
+    def _along_columns(self, kept: str, summed: str) -> bool:
+        """Whether memory is contiguous along `kept` rather than along `summed`, for most bytes of a flat kernel."""
+        weight = 0
+        for s in self.kernel.body:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load):
+                t = self.kernel.tensor(s.value.tensor)
+                for axis, sign in ((kept, 1), (summed, -1)):
+                    if axis in s.value.axes and contiguous(t, s.value.at, axis, self.variant):
+                        weight += sign * t.dtype.itemsize
+        return weight >= 0
+
+    def _fresh(self, name: str) -> str:
+        unique, n = name, 1
+        while unique in self.taken:
+            n += 1
+            unique = f"{name}_{n}"
+        self.taken.add(unique)
+        return unique
+
+
+# ---- partial sums in memory ----------------------------------------------------------------------------------------
+
+
+def spill_looped(kernel: ir.Kernel, sums: Sums, schedule: Schedule) -> tuple[ir.Kernel, Sums]:
+    """`kernel` with the partial sums along axes that `schedule` takes in chunks kept in the workspace, which then has
+    to be zero before the launch: a chunk's part is loaded, added to and stored again."""
+    looped = {a for a, chunk in schedule.chunks if chunk < kernel.axis(a).extent.constant}
+    body: list[ir.Stmt] = []
+    loads: list[ir.Stmt] = []
+    zeroed: list[str] = []
+    taken = {s.name for s in kernel.body if isinstance(s, ir.Let)} | {t.name for t in kernel.tensors}
+    for s in kernel.body:
+        axes = frozenset[str]().union(*(p.symbols for p in s.at)) if isinstance(s, ir.Accumulate) else frozenset[str]()
+        if not isinstance(s, ir.Accumulate) or not axes & looped:
+            body.append(s)
+            continue
+        if schedule.rows > 1:
+            raise ScheduleError(
+                f"a schedule of {kernel.name} cannot take {', '.join(sorted(axes & looped))} in chunks with "
+                f"{schedule.rows} rows a program: line {s.span.line} sums along it; give rows = 1"
+            )
+        name = _unused(f"{s.tensor}_before", taken)
+        names = frozenset(a.name for a in kernel.axes)
+        loads.append(ir.Let(name, ir.Load(s.tensor, s.at, s.value.dtype, axes & names, s.span), s.span))
+        before = ir.Ref(name, s.value.dtype, axes & names, s.span)
+        total = ir.Op("add", (before, s.value), s.value.dtype, (axes & names) | s.value.axes, s.span)
+        body.append(ir.Store(s.tensor, s.at, total, s.span))
+        zeroed.append(s.tensor)
+    if not zeroed:
+        return kernel, sums
+    tensors = tuple(replace(t, role="inout") if t.name in zeroed else t for t in kernel.tensors)
+    return replace(kernel, tensors=tensors, body=(*loads, *body)), replace(sums, zeroed=tuple(zeroed))
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name

@@ -1,0 +1,92 @@
+"""Kernels that are several launches: workspaces, and what each launch is told.
+
+A sum over programs (`kgen.codegen.sums`) makes partial sums in a workspace and adds them up in another launch.
+Workspaces come from torch's allocator at each call: they belong to the current stream, and a CUDA graph that captures
+the call holds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from kgen.codegen.abi import split_count
+from kgen.codegen.program import Program
+from kgen.codegen.torch_dtypes import TORCH
+from kgen.runtime.backends.base import Built, Launch, ScalarValue
+from kgen.runtime.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A contiguous tensor to allocate for one call; `zeroed` if it must be zero before the first launch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    zeroed: bool
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """The tensor, on the current stream."""
+        make = torch.zeros if self.zeroed else torch.empty
+        return make(self.shape, dtype=self.dtype, device=device)
+
+
+def build_stages(program: Program, build: Callable[[Program], Built], device: torch.device) -> Built:
+    """`program` and the programs behind it, each compiled by `build`."""
+    if program.stage is None:
+        return build(program)
+    return _Staged(program, [build(replace(p, then=())) for p in program.launches], device)
+
+
+class _Staged(Built):
+    def __init__(self, program: Program, parts: Sequence[Built], device: torch.device) -> None:
+        self.program = program
+        self.parts = parts
+        self.device = device
+
+    def prepare(self, layout: Layout) -> tuple[Launch, int]:
+        assert self.program is not None
+        layouts, workspaces = stage_layouts(self.program, layout)
+        prepared = [part.prepare(where) for part, where in zip(self.parts, layouts, strict=True)]
+        launches = [launch for launch, _ in prepared]
+        device = self.device
+
+        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
+            new = [w.allocate(device) for w in workspaces]
+            everything = [*tensors, *new]
+            places = [*addresses, *(t.data_ptr() for t in new)]
+            for one in launches:
+                one(everything, scalars, places)
+
+        return launch, prepared[0][1]
+
+
+def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[Workspace]]:
+    """The layout of each launch of `program`, for a call of `layout`, and the workspaces that follow the call's
+    tensors."""
+    dims = dict(layout.dims)
+    stages = [p.stage for p in program.launches]
+    zeroed: set[str] = set()
+    for p, stage in zip(program.launches, stages, strict=True):
+        assert stage is not None  # all launches of a sum are stages
+        zeroed |= set(stage.sums.zeroed)
+        if stage.sums.split is not None:
+            known = {**dict(stage.variant.dims), **dims}
+            dims[stage.sums.dim] = split_count(stage.kernel, p.schedule, stage.sums, known)
+    assert program.stage is not None  # as above
+    first = program.stage
+    known: Mapping[str, int] = {**dict(first.variant.dims), **dims}
+    workspaces: list[Workspace] = []
+    strides = dict(layout.strides)
+    for t in first.kernel.tensors[len(layout.kernel.tensors) :]:
+        shape = tuple(n.evaluate(known) for n in t.shape)
+        workspaces.append(Workspace(t.name, shape, TORCH[t.dtype], t.name in zeroed))
+        strides[t.name] = tuple((prod(shape[i + 1 :]),) for i in range(len(shape)))
+    layouts = [
+        replace(layout, kernel=s.kernel, variant=s.variant, dims=dims, strides=strides) for s in stages if s is not None
+    ]
+    return layouts, workspaces
