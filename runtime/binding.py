@@ -250,7 +250,8 @@ def _dtype(value: torch.Tensor) -> str:
 
 def _unbound(signature: Signature, var: str, choices: tuple[DType, ...]) -> DType:
     """A dtype for a variable that no argument given has."""
-    if len(choices) > 1 and any(t.dtype == var for t in signature.outputs):
+    open_ = len(choices) != 1
+    if open_ and any(t.dtype == var for t in signature.outputs):
         raise ArgumentError(
             f"{signature.name}: the dtype {var} of an output follows from no argument that is given; pass out="
         )
