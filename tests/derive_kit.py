@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,6 @@ class Held:
     """Arguments as the kernel's declared dtypes take them: gradients and residuals in float64, unrounded."""
 
     def __init__(self, kernel: ir.Kernel, tensors: Mapping[str, torch.Tensor]) -> None:
-        from dataclasses import replace
-
         self.kernel = replace(
             kernel,
             tensors=tuple(
@@ -123,6 +121,8 @@ def autograd(
         if name in seeds:
             total = total + (value * seeds[name].reshape(value.shape)).sum()
     asked = sorted(wanted)
+    if not total.requires_grad:
+        return {n: torch.zeros_like(leaves[n]) for n in asked}
     found = torch.autograd.grad(total, [leaves[n] for n in asked], allow_unused=True)
     return {n: torch.zeros_like(leaves[n]) if f is None else f for n, f in zip(asked, found, strict=True)}
 

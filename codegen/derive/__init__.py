@@ -24,6 +24,7 @@ from kgen.codegen.derive.text import to_kdsl
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.check import Specialization, elaborate
+from kgen.dsl.diagnostics import DslError
 from kgen.dsl.parser import parse_text
 
 __all__ = ["DERIVE_CODES", "DeriveError", "Derived", "derive", "differentiable", "to_kdsl"]
@@ -161,14 +162,14 @@ def _zero(kernel: ir.Kernel, t: ir.Tensor) -> DeriveError:
             if isinstance(e, ir.Reduce) and e.kind in ("argmax", "argmin"):
                 return error(
                     "K0504",
-                    f"the gradient of '{t.name}' is zero everywhere",
+                    f"no output of '{kernel.name}' has a derivative with respect to '{t.name}'",
                     e.span,
                     f"ask for no gradient of '{t.name}'",
                     label="a position does not change with small changes of the values",
                 )
     return error(
         "K0504",
-        f"the gradient of '{t.name}' is zero everywhere",
+        f"no output of '{kernel.name}' has a derivative with respect to '{t.name}'",
         t.span,
         f"ask for no gradient of '{t.name}'",
         label="no output changes with it, or only in steps",
@@ -301,7 +302,11 @@ def _required(tensors: Iterable[ir.Tensor]) -> list[ir.Tensor]:
 def _checked(kernel: ir.Kernel) -> ir.Kernel:
     """What the checker makes of the text of `kernel`; its positions point into that text."""
     text = to_kdsl(kernel, comments=True)
-    return elaborate(parse_text(text, f"{kernel.name}.kdsl"), kernel.name, Specialization({}))
+    try:
+        return elaborate(parse_text(text, f"{kernel.name}.kdsl"), kernel.name, Specialization({}))
+    except DslError as failure:
+        note = "this is the derived kernel: ask for fewer gradients, or write its backward by hand"
+        raise DeriveError([replace(d, notes=(*d.notes, note)) for d in failure.diagnostics]) from None
 
 
 def _unique(hint: str, taken: set[str]) -> str:

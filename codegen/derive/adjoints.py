@@ -62,7 +62,8 @@ class Sweep:
         self._algebra = Algebra()
 
     def run(self, outputs: list[Write], cotangents: dict[str, Node], wanted: frozenset[str]) -> dict[Node, Node]:
-        """The gradient of each load of a `wanted` tensor. `cotangents` maps the place in `outputs`, as text, to the
+        """The gradient of each load of a `wanted` tensor that is not zero, and of one that is where a tensor has no
+        other. `cotangents` maps the place in `outputs`, as text, to the
         load of that output's gradient."""
         graph = self.graph
         values = ordered(w.value for w in outputs)
@@ -91,7 +92,13 @@ class Sweep:
                 gradients[z] = total
                 continue
             self._propagate(z, total, active, received)
-        return gradients
+        reached = {z.tensor for z in gradients}
+        passed = {w.value for w in outputs if w.value in active}
+        for z in reversed(values):
+            if z in passed:
+                passed.update(a for a in differentiable_operands(z) if a in active)
+        zeros = [z for z in values if z in passed and z.kind == "load" and z.tensor not in reached]
+        return gradients | {z: graph.const(0.0, z.dtype) for z in zeros}
 
     def _propagate(self, z: Node, dz: Node, active: set[Node], received: dict[Node, list[Node]]) -> None:
         graph = self.graph

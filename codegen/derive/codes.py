@@ -33,7 +33,7 @@ DERIVE_CODES: tuple[Code, ...] = (
     ),
     Code(
         "K0504",
-        "an input whose gradient is zero everywhere",
+        "an input that reaches no output through values that have a derivative",
         "kernel f(x: T[*M, N]) -> (y: f32[*M]):\n    parallel m in M\n    tile n in N\n"
         "    y[m] = f32(argmax(x[m, n], n))\n",
         "kernel f(x: T[*M, N]) -> (y: f32[*M]):\n    parallel m in M\n    tile n in N\n    y[m] = max(x[m, n], n)\n",
