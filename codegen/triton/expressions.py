@@ -52,17 +52,19 @@ class Expressions:
         return Value(typed(_value(e), e.dtype)) if v.text.literal and isinstance(e, ir.Const) else self._widened(v, e)
 
     def _widened(self, v: Value, e: ir.Expr) -> Value:
-        return Value(typed(int(v.text.text), e.dtype)) if v.text.literal else v
+        return Value(typed(_constant(e), e.dtype)) if v.text.literal else v
 
     def _narrow(self, e: ir.Scalar) -> bool:
         """Whether the parameter is of a storage type that is computed with in a wider one."""
         return next(p for p in self.indices.kernel.scalars if p.name == e.name).dtype != e.dtype
 
     def _index(self, e: ir.IndexValue, widen: bool) -> Value:
+        if e.index.is_constant or not widen:
+            return self.indices.code(e.index)
+        if not self._small(e):
+            return self.indices.code(e.index, wide=True)
         v = self.indices.code(e.index)
-        if v.text.literal:
-            return v
-        return Value(method(v.text, "to", "tl.int64"), v.dims) if widen else v
+        return Value(method(v.text, "to", "tl.int64"), v.dims)
 
     def _small(self, e: ir.Expr) -> bool:
         """Whether `e` is index arithmetic that is exact in 32 bits: it is compared and converted as it is."""
@@ -74,7 +76,7 @@ class Expressions:
     def _literal(self, v: Value, e: ir.Expr, fn: str, alone: bool) -> Value:
         """The bare literal `v` of `e` as an operand of `fn`, given its type where Triton would take another one.
         `alone`: no operand beside it has a type."""
-        value = _value(e) if isinstance(e, ir.Const) else int(v.text.text)
+        value = _constant(e)
         if fn in _CALLS:
             # Triton makes a literal i32 or f32 by itself, then promotes it to the type of the other operand.
             fits = _natural(value) == e.dtype if alone else e.dtype.kind != "float" or _survives(value, e.dtype)
@@ -96,7 +98,7 @@ class Expressions:
             else self.value(e.arg)
         )
         if v.text.literal:
-            v = Value(typed(int(v.text.text), e.arg.dtype))
+            v = Value(typed(_constant(e.arg), e.arg.dtype))
         source = I32 if self._small(e.arg) else e.arg.dtype
         return Value(cast(v.text, source, e.to), v.dims)
 
@@ -131,6 +133,16 @@ def _survives(value: float | int | bool, dtype: DType) -> bool:
     if _natural(value) != F32:
         return dtype == F64
     return dtype == F32 or value != value or ctypes.c_float(value).value == value
+
+
+def _constant(e: ir.Expr) -> float | int | bool:
+    """The value of an expression that is printed as a bare literal."""
+    if isinstance(e, ir.Const):
+        return _value(e)
+    if isinstance(e, ir.IndexValue):
+        return e.index.constant
+    assert isinstance(e, ir.Cast)
+    return _converted(_constant(e.arg), e.to)
 
 
 def _value(e: ir.Const) -> float | int | bool:

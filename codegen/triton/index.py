@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kgen.codegen.triton.blocks import LANE, ROW, Blocks, Value, align
-from kgen.codegen.triton.text import PRODUCT, SUM, Text, binary, call
+from kgen.codegen.triton.text import PRODUCT, SUM, Text, binary, call, method
 from kgen.dsl import ir
 from kgen.dsl.affine import FloorDiv, Mod, Monomial, Poly, Sym
 
@@ -29,14 +29,14 @@ class Indices:
         self.spelling = spelling
         self._axes = {a.name: a for a in kernel.axes}
 
-    def code(self, p: Poly) -> Value:
-        """`p` as Python, its operands broadcast against each other."""
+    def code(self, p: Poly, wide: bool = False) -> Value:
+        """`p` as Python, its operands broadcast against each other; `wide`: every product and sum is of 64 bits."""
         if not p.terms:
             return Value(Text("0", literal=True))
         dims = self.blocks.of(s for s in p.symbols if s in self._axes)
         out: Text | None = None
         for mono, c in sorted(p.terms, key=self._row_first):
-            term = align(self._term(mono, abs(c)), dims)
+            term = align(self._term(mono, abs(c), wide), dims)
             if out is None:
                 out = Text(f"-{term.within(PRODUCT + 1)}", PRODUCT + 1) if c < 0 else term
             else:
@@ -99,20 +99,21 @@ class Indices:
         symbols = Poly(((mono, 1),)).symbols
         return (not mono, c < 0, 1 if symbols & tiles else 0)
 
-    def _term(self, mono: Monomial, c: int) -> Value:
+    def _term(self, mono: Monomial, c: int, wide: bool) -> Value:
         dims = self.blocks.of(s for s in Poly(((mono, 1),)).symbols if s in self._axes)
         out: Text | None = Text(str(c), literal=True) if c != 1 or not mono else None
         for atom in mono:
-            factor = align(self._atom(atom), dims)
+            factor = align(self._atom(atom, wide), dims)
             out = factor if out is None else binary("*", out, factor)
         assert out is not None
         return Value(out, dims)
 
-    def _atom(self, atom: Sym | FloorDiv | Mod) -> Value:
+    def _atom(self, atom: Sym | FloorDiv | Mod, wide: bool) -> Value:
         if isinstance(atom, Sym):
             dims = self.blocks.of([atom.name]) if atom.name in self._axes else ()
-            return Value(Text(self.spelling(atom.name)), dims)
-        num, den = self.code(atom.num), self.code(atom.den)
+            text = Text(self.spelling(atom.name))
+            return Value(method(text, "to", "tl.int64") if wide else text, dims)
+        num, den = self.code(atom.num, wide), self.code(atom.den, wide)
         dims = self.blocks.order((*num.dims, *den.dims))
         left, right = align(num, dims), align(den, dims)
         floor = isinstance(atom, FloorDiv)
