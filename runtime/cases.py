@@ -240,7 +240,9 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, largest: in
         flat = t.reshape(-1)
         # Few, so that rows without any remain.
         for i in range(min(len(kinds), 1 + flat.numel() // 64)):
-            flat[int(torch.randint(0, flat.numel(), (1,), generator=g))] = kinds[(i + int(g.initial_seed())) % len(kinds)]
+            flat[int(torch.randint(0, flat.numel(), (1,), generator=g))] = kinds[
+                (i + int(g.initial_seed())) % len(kinds)
+            ]
     return t
 
 

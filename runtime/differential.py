@@ -90,7 +90,8 @@ def answer(question: Question, backend: str, *, repeat: bool = False) -> Answer:
     placed: dict[str, Placed] = {}
     for i, p in enumerate(kernel.signature.params):
         if isinstance(p, TensorParam) and values[i] is not None:
-            placed[p.name] = place(values[i], _layout_for(p, question.layout), keep=p.role == "in")
+            reads = p.role == "in"
+            placed[p.name] = place(values[i], _layout_for(p, question.layout), written=not reads, keep=reads)
             values[i] = placed[p.name].tensor
     device = next(iter(placed.values())).tensor.device
     outs: list[torch.Tensor] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,16 +21,30 @@ class Mutation:
     edits: dict[str, tuple[tuple[str, str, int], ...]]
 
 
+_MASK = r"mask_\w+(?:\[[^\]]*\])?(?: & mask_\w+(?:\[[^\]]*\])?)*"
+# A guard of CUDA statements over elements: `if (n < N) {`, `if (live && n < N) {`.
+_GUARD = r"(if \((?:live && )?\w+ < [A-Za-z_]\w*)\) \{"
+# Triton source with one range: its mask is that of single elements, not of rows.
+_OTHER = r"(?:(?!tl\.arange)[\s\S])*"
+_FLAT = rf"\A({_OTHER}tl\.arange{_OTHER}?mask_\w+ = \w+ < [^\n]+)({_OTHER})\Z"
+
 # None of them strays further from a tensor than the guard around it is wide (`kgen.runtime.placement`).
 MUTATIONS: dict[str, Mutation] = {
     "mask": Mutation(
         "the mask of a reduction is dropped",
         {
             # Only where the guarded block accumulates: it has no store.
-            "cuda": ((r"if \(\w+ < \w+\) (\{\s*(?:#pragma unroll\s*)?(?:for [^\n]*\n\s*)?(?:[^{}]*?)(?:\+=|maximum\())", r"\1", 0),),
+            "cuda": (
+                (
+                    r"if \(\w+ < \w+\) (\{\s*(?:#pragma unroll\s*)?(?:for [^\n]*\n\s*)?(?:[^{}]*?)(?:\+=|maximum\())",
+                    r"\1",
+                    0,
+                ),
+            ),
             "triton": (
-                (r"tl\.where\(mask_[\w\[\]:, &]+?, (.+), (?:0\.0|1\.0|float\(\"-?inf\"\))\)", r"\1", 0),
-                (r"other=float\(\"-inf\"\)", "other=1e30", 0),
+                (rf"tl\.where\({_MASK}, (.+), (?:0\.0|1\.0|float\(\"-?inf\"\))\)", r"\1", 0),
+                (r",\s*other=float\(\"-?inf\"\)", "", 0),
+                (r",\s*other=0\.0", "", 0),
             ),
         },
     ),
@@ -43,28 +58,38 @@ MUTATIONS: dict[str, Mutation] = {
             "triton": (
                 (r", 0\.0\), axis", ", 1.0), axis", 0),
                 (r"other=float\(\"-inf\"\)", "other=1000.0", 0),
+                (r"other=0\.0", "other=1.0", 0),
             ),
         },
     ),
     "short": Mutation(
         "the last element is left out",
         {
-            "cuda": ((r"(if \((?:live && )?\w+ < [A-Za-z_]\w*)\) \{", r"\1 - 1) {", 0),),
+            "cuda": ((_GUARD, r"\1 - 1) {", 0),),
             "triton": ((r"^(\s+mask_\w+ = \w+ < .+)$", r"\1 - 1", 0),),
         },
     ),
     "long": Mutation(
         "one element too many is written",
         {
-            "cuda": ((r"(if \((?:live && )?\w+ < [A-Za-z_]\w*)\) \{", r"\1 + 1) {", 0),),
-            "triton": ((r"^(\s+mask_\w+ = \w+ < (?:\d+|.+ \* \d+))$", r"\1 + 1", 0),),
+            "cuda": ((_GUARD, r"\1 + 1) {", 0),),
+            "triton": ((r"^(\s+mask_\w+ = \w+ < \d+)$", r"\1 + 1", 0), (_FLAT, r"\1 + 1\2", 0)),
         },
     ),
     "term": Mutation(
         "a factor or term is left out",
         {
-            "cuda": ((r"^(\s+(?:const float \w+|\w+_out\[\w+\]|\w+) \+?= \w+) [-+*/] (?:\w+|\([^()]*\));$", r"\1;", 1),),
-            "triton": ((r"^(\s+\w+ = \w+) [-+*/] [\w\[\]:, ]+$", r"\1", 1),),
+            "cuda": (
+                (
+                    r"^(\s+(?:const float \w+|\w+\[[^\]=]*\]|[a-z]\w*) \+?= [^=;\n]+) [-+*/] (?:\w+|\([^()]*\));$",
+                    r"\1;",
+                    1,
+                ),
+            ),
+            "triton": (
+                (r"^(\s+(?!mask_|stride_)\w+ = (?:[a-z]\w*)(?:\[[\w:, ]+\])?) [-+*/] [\w\[\]:, ]+$", r"\1", 1),
+                (r"^(\s+)\((\w+(?:\[[\w:, ]+\])?) [-+*/] .+\)(\.to\(tl\.\w+\),)$", r"\1(\2)\3", 1),
+            ),
         },
     ),
     "barrier": Mutation(
@@ -87,9 +112,8 @@ def injected(name: str) -> Iterator[Injected]:
 
     Compiled kernels that exist already are not touched: load files anew. Not for use by several threads.
     """
-    import kgen.codegen.cuda as cuda
-    import kgen.codegen.triton.emit as triton
-
+    # By name: the packages have a function `emit` that hides the module of that name.
+    places = {b: [importlib.import_module(f"kgen.codegen.{b}{m}") for m in ("", ".emit")] for b in ("cuda", "triton")}
     mutation, done = MUTATIONS[name], Injected()
 
     def wrap(backend: str, emit: Any) -> Any:
@@ -104,9 +128,11 @@ def injected(name: str) -> Iterator[Injected]:
 
         return mutated
 
-    saved = cuda.emit, triton.emit
-    cuda.emit, triton.emit = wrap("cuda", cuda.emit), wrap("triton", triton.emit)
+    saved = [(module, backend, module.emit) for backend, each in places.items() for module in each]
+    for module, backend, emit in saved:
+        module.emit = wrap(backend, emit)  # type: ignore[attr-defined]  # taken back below
     try:
         yield done
     finally:
-        cuda.emit, triton.emit = saved
+        for module, _, emit in saved:
+            module.emit = emit  # type: ignore[attr-defined]  # as it was

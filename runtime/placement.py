@@ -26,6 +26,7 @@ class Placed:
 
     tensor: torch.Tensor
     buffer: torch.Tensor
+    mark: int
     before: torch.Tensor | None = None
 
     def bits(self) -> torch.Tensor:
@@ -41,31 +42,35 @@ class Placed:
         """Whether nothing but the tensor's own elements was written."""
         rest = self.bits().clone()
         t = self.tensor
-        rest.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(_mark(rest.dtype))
-        return bool((rest == _mark(rest.dtype)).all())
+        rest.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(self.mark)
+        return bool((rest == self.mark).all())
 
 
-def _mark(dtype: torch.dtype) -> int:
-    return 255 if dtype == torch.uint8 else -1
+def _mark(size: int, written: bool) -> int:
+    """The guard's value for elements of `size` bytes, as the integer type of `_BITS`."""
+    if written:
+        return int.from_bytes(b"\x3c" * size, "little")
+    return 255 if size == 1 else -1
 
 
-def place(values: torch.Tensor, layout: str, *, keep: bool = False) -> Placed:
+def place(values: torch.Tensor, layout: str, *, written: bool = False, keep: bool = False) -> Placed:
     """A tensor with the shape and values of `values`, laid out as `layout` says, inside a guard.
 
-    `expanded` repeats the first slice along the first dimension of more than one element, so its values differ. `keep`
-    copies the buffer's bits, so that `unchanged` can be asked.
+    `expanded` repeats the first slice along the first dimension of more than one element, so its values differ. `written`
+    is for what a kernel overwrites. `keep` copies the buffer's bits, so that `unchanged` can be asked.
     """
     shape = tuple(values.shape)
     strides, offset = _strides(shape, layout)
     length = 1 + sum((s - 1) * st for s, st in zip(shape, strides, strict=True)) if values.numel() else 0
     buffer = torch.empty(2 * _GUARD + offset + length, dtype=values.dtype, device=values.device)
     bits = buffer.view(_BITS[buffer.element_size()])
-    bits.fill_(_mark(bits.dtype))
+    mark = _mark(buffer.element_size(), written)
+    bits.fill_(mark)
     tensor = buffer.as_strided(shape, strides, _GUARD + offset)
     if values.numel():
         first = tuple(slice(0, 1) if st == 0 and s > 1 else slice(None) for s, st in zip(shape, strides, strict=True))
         tensor[first].copy_(values[first])
-    return Placed(tensor, buffer, bits.clone() if keep else None)
+    return Placed(tensor, buffer, mark, bits.clone() if keep else None)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: str) -> Placed:
@@ -75,7 +80,8 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, l
     else:
         fill = 1 if dtype == torch.bool else torch.iinfo(dtype).min
     # Expanded memory cannot be written.
-    return place(torch.full(shape, fill, dtype=dtype, device=device), "contiguous" if layout == "expanded" else layout)
+    layout = "contiguous" if layout == "expanded" else layout
+    return place(torch.full(shape, fill, dtype=dtype, device=device), layout, written=True)
 
 
 def _strides(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int]:

@@ -1,4 +1,4 @@
-"""The command line: `kgen check | fmt | new | show | build | doctor | cache`. One file for each command.
+"""The command line: `kgen check | fmt | new | show | build | diff | doctor | cache`. One file for each command.
 
 Exit codes: 0 all is well; 1 the user's files or arguments have mistakes; 2 wrong usage, or something is missing on
 this machine.
@@ -16,6 +16,7 @@ from kgen.cli.app import Group, Panel, declare
 from kgen.cli.build import build
 from kgen.cli.cache import cache
 from kgen.cli.check import check
+from kgen.cli.diff import diff
 from kgen.cli.doctor import doctor
 from kgen.cli.fmt import fmt
 from kgen.cli.new import new
@@ -54,6 +55,7 @@ declare(app, check, Panel.WRITE)
 declare(app, fmt, Panel.WRITE)
 declare(app, show, Panel.COMPILE)
 declare(app, build, Panel.COMPILE)
+declare(app, diff, Panel.COMPILE)
 declare(app, doctor, Panel.MACHINE)
 app.add_typer(cache, name="cache", rich_help_panel=Panel.MACHINE)
 

@@ -1,0 +1,297 @@
+"""`kgen diff`: does every backend compute what the kernels mean?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
+from kgen.cli.files import existing, read, sources
+
+if TYPE_CHECKING:
+    import torch
+
+    from kgen.runtime.campaign import Report
+    from kgen.runtime.kernel import Kernel
+
+
+def diff(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files, or folders with .kdsl files below them.", show_default=False)
+    ] = None,
+    kernel: Annotated[list[str] | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel.")] = None,
+    backends: Annotated[str, typer.Option(help="Backends to test, separated by commas.")] = "cuda,triton,reference",
+    dtype: Annotated[str, typer.Option(help="Dtypes for the dtype variables; default: f32, bf16, f16 in turn.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, or cuda where there is a GPU. Default: cuda if there is one.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A third of the calls.")] = False,
+    seed: Annotated[int, typer.Option(help="Another seed makes other calls.")] = 0,
+    inject: Annotated[
+        str,
+        typer.Option(
+            metavar="MISTAKE", help="Put a mistake into the generated source; it must be found. `list` lists them."
+        ),
+    ] = "",
+    replay: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat a saved failing call.")] = None,
+    save: Annotated[Path, typer.Option(metavar="DIR", help="Where failing calls are saved.")] = Path("kgen-diff"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output.")] = False,
+) -> None:
+    """Hold every backend against the float64 interpreter, under an error bound derived for each kernel and its inputs.
+
+    Boundary sizes come first, then zero rows, strided, expanded and misaligned tensors, NaN and infinities. Without a GPU
+    the generated CUDA runs on the host executor and the generated Triton in an interpreter. What fails is made smaller
+    and saved, and the backend to blame is named.
+
+    Examples:
+        kgen diff ops/
+        kgen diff rms_norm.kdsl --kernel rms_norm --quick --dtype bf16
+        kgen diff softmax.kdsl --inject identity
+        kgen diff --replay kgen-diff/softmax.json
+    """
+    from kgen.runtime.cases import Trial
+    from kgen.runtime.injection import MUTATIONS
+
+    if inject == "list":
+        for name, mutation in MUTATIONS.items():
+            out().print(f"{name:10} {mutation.what} ({', '.join(mutation.edits)})")
+        return
+    if inject and inject not in MUTATIONS:
+        raise UsageError(f"--inject {inject}: there is no such mistake; they are {', '.join(MUTATIONS)}")
+    where = _device(device)
+    names = _backends(backends, where)
+    wanted = tuple(d.strip() for d in dtype.split(",") if d.strip())
+    _check_dtypes(wanted)
+    given: list[Trial] | None = None
+    chosen: list[tuple[Path, str]]
+    if replay is not None:
+        if files:
+            raise UsageError("--replay names the file itself; give no other")
+        path, name, trial = _saved(replay)
+        chosen, given = [(path, name)], [trial]
+    else:
+        chosen = _kernels(files or [], kernel)
+    if inject:
+        _inject(chosen, inject, [n for n in names if n in MUTATIONS[inject].edits], where, wanted, quick, seed, as_json)
+        return
+    reports = _run(chosen, names, where, {"dtypes": wanted, "quick": quick, "seed": seed, "given": given}, as_json)
+    saved = _save(reports, save) if replay is None else {}
+    if as_json:
+        print_json([_plain(path, report, saved.get((path, report.kernel))) for path, report in reports])
+    else:
+        _print(reports, saved)
+    if any(report.failures for _, report in reports):
+        raise typer.Exit(MISTAKES)
+
+
+# ---- what was asked for --------------------------------------------------------------------------------------------
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: it is cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA device")
+    return torch.device(name)
+
+
+def _backends(text: str, device: torch.device) -> list[str]:
+    from kgen.runtime.registry import BACKENDS, executor_for
+
+    names = list(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
+    for name in names:
+        if name not in BACKENDS:
+            raise UsageError(f"--backends {name}: they are {', '.join(BACKENDS)}")
+    usable = []
+    for name in names:
+        reason = executor_for(name, device).why_unavailable(device)
+        if reason is None:
+            usable.append(name)
+        else:
+            err().print(f"warning: {name} is left out: {reason}", markup=False)
+    if not usable:
+        raise UsageError("none of the backends asked for can run here; see kgen doctor")
+    return usable
+
+
+def _check_dtypes(names: tuple[str, ...]) -> None:
+    from kgen.dsl.dtypes import DTYPES
+
+    for name in names:
+        if name not in DTYPES:
+            raise UsageError(f"--dtype: there is no dtype '{name}'; they are {', '.join(DTYPES)}")
+
+
+def _kernels(files: list[Path], only: list[str] | None) -> list[tuple[Path, str]]:
+    if not files:
+        raise UsageError("name a .kdsl file or a folder with some")
+    found = [(path, k.name) for path in sources(files) for k in read(path).module.kernels]
+    if only:
+        missing = set(only) - {name for _, name in found}
+        if missing:
+            raise UsageError(
+                f"--kernel {min(missing)}: there is no such kernel; there are {', '.join(n for _, n in found)}"
+            )
+        found = [(path, name) for path, name in found if name in only]
+    if not found:
+        raise UsageError("there are no kernels in these files")
+    return found
+
+
+def _saved(path: Path) -> tuple[Path, str, Any]:
+    from kgen.runtime.cases import Trial
+
+    try:
+        data = json.loads(existing(path).read_text("utf-8"))
+        return existing(Path(data["file"])), data["kernel"], Trial.from_json(data["trial"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a call saved by kgen diff ({type(error).__name__}: {error})") from None
+
+
+def _load(path: Path, name: str) -> Kernel:
+    from kgen.runtime.loading import load
+
+    module = load(path)
+    if name not in module:
+        raise UsageError(f"{path} has no kernel '{name}'")
+    return module[name]
+
+
+# ---- running -------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    chosen: list[tuple[Path, str]], names: list[str], device: torch.device, how: dict[str, Any], quiet: bool
+) -> list[tuple[Path, Report]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from kgen.runtime.campaign import examine_kernel
+
+    reports = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[calls]} calls"),
+    )
+    console = err()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(chosen), calls=0)
+        calls = 0
+
+        def step() -> None:
+            nonlocal calls
+            calls += 1
+            bar.update(task, calls=calls)
+
+        for path, name in chosen:
+            bar.update(task, description=name)
+            reports.append((path, examine_kernel(_load(path, name), names, device, progress=step, **how)))
+            bar.advance(task)
+    return reports
+
+
+def _inject(
+    chosen: list[tuple[Path, str]],
+    mistake: str,
+    names: list[str],
+    device: torch.device,
+    dtypes: tuple[str, ...],
+    quick: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Run with a mistake in the generated source of one backend at a time, and tell where it was not found."""
+    from kgen.runtime.injection import MUTATIONS, injected
+
+    if not names:
+        raise UsageError(f"--inject {mistake} is for {', '.join(MUTATIONS[mistake].edits)}, and none of them is tested")
+    results = []
+    for backend in names:
+        for path, name in chosen:
+            with injected(mistake) as done:
+                how = {"dtypes": dtypes, "quick": quick, "seed": seed, "given": None, "most_failures": 1}
+                ((_, report),) = _run([(path, name)], [backend], device, how, True)
+            changed = done.programs.get(backend, 0)
+            state = "not there" if not changed else "found" if report.failures else "not found"
+            first = report.failures[0].messages.get(backend, "") if report.failures else ""
+            results.append({"kernel": name, "backend": backend, "mistake": mistake, "result": state, "by": first})
+    if as_json:
+        print_json(results)
+    else:
+        for r in results:
+            by = f": {r['by'][:160]}" if r["by"] else ""
+            out().print(f"{r['kernel']}, {r['backend']}: {r['result']}{by}", markup=False)
+        out().print(
+            f"{MUTATIONS[mistake].what}: found in {sum(r['result'] == 'found' for r in results)} of "
+            f"{sum(r['result'] != 'not there' for r in results)} places where it could be put"
+        )
+    if any(r["result"] == "not found" for r in results):
+        raise typer.Exit(MISTAKES)
+
+
+# ---- telling -------------------------------------------------------------------------------------------------------
+
+
+def _save(reports: list[tuple[Path, Report]], folder: Path) -> dict[tuple[Path, str], Path]:
+    saved = {}
+    for path, report in reports:
+        if not report.failures:
+            continue
+        first = report.failures[0]
+        file = folder / f"{report.kernel}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        data = {"file": str(path.resolve()), "kernel": report.kernel, **first.to_json()}
+        file.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+        saved[path, report.kernel] = file
+    return saved
+
+
+def _plain(path: Path, report: Report, saved: Path | None) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "kernel": report.kernel,
+        "calls": report.trials,
+        "backends": {b: vars(t) for b, t in report.tallies.items()},
+        "failures": [f.to_json() for f in report.failures],
+        "refusals": report.refusals,
+        "saved": None if saved is None else str(saved),
+    }
+
+
+def _print(reports: list[tuple[Path, Report]], saved: dict[tuple[Path, str], Path]) -> None:
+    from rich.table import Table
+
+    console = out()
+    table = Table(box=None, pad_edge=False)
+    for head in ("kernel", "backend", "calls", "ok", "wrong", "refused", "largest error / bound"):
+        table.add_column(head, justify="left" if head in ("kernel", "backend") else "right")
+    for _, report in reports:
+        for i, (backend, t) in enumerate(report.tallies.items()):
+            wrong = f"[bold red]{t.wrong}[/bold red]" if t.wrong else "0"
+            table.add_row(
+                report.kernel if i == 0 else "",
+                backend,
+                str(report.trials),
+                str(t.ok),
+                wrong,
+                str(t.refused),
+                f"{t.worst:.3g}" if t.ok else "-",
+            )
+    console.print(table)
+    for path, report in reports:
+        if not report.trials:
+            console.print(f"{report.kernel}: no sizes were found that its requirements allow", markup=False)
+        for failure in report.failures:
+            console.print(f"\n{path}: {report.kernel}: {' and '.join(failure.guilty)} wrong", markup=False)
+            console.print(f"  call: {failure.trial}", markup=False)
+            for backend, message in failure.messages.items():
+                console.print(f"  {backend}: {message[:400]}", markup=False)
+        if (path, report.kernel) in saved:
+            console.print(f"  repeat it with: kgen diff --replay {saved[path, report.kernel]}", markup=False)
+        for backend, message in report.refusals.items():
+            console.print(f"{report.kernel}, {backend} refused: {message[:300]}", markup=False)
