@@ -131,6 +131,8 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
     """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
     whole = held(kernel, Schedule(32, 1))
     threads = ladders.LOOP_THREADS[row_bytes(kernel, whole)]
+    if any(isinstance(s, ir.Accumulate) for s in kernel.body):
+        threads = min(threads, ladders.LOOP_SUM_THREADS)
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         grain = vector_limit(kernel, variant, axis)
@@ -270,15 +272,16 @@ def _triton_flat() -> Schedule:
 
 
 def _triton_row(kernel: ir.Kernel) -> Schedule:
-    # A block of sums is held beside the row from the first row to the last.
-    held_too = 2 if any(isinstance(s, ir.Accumulate) for s in kernel.body) else 1
+    # A block of sums, which are not packed, is held beside the row from the first row to the last.
+    held_too = 3 if any(isinstance(s, ir.Accumulate) for s in kernel.body) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         block = _block(kernel, {**whole, **chunks})
         if block * held_too <= ladders.TRITON_WHOLE:
             break
-        chunk = max(1, ladders.TRITON_CHUNK // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
+        most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
+        chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = _block(kernel, {**whole, **chunks})

@@ -47,6 +47,9 @@ LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
 # Vectors a thread takes of each chunk, fewer where they would not fit the registers.
 LOOP_SLOTS = 4
 
+# The most threads of a looped kernel with sums, which go through memory a chunk at a time: 1024 spill.
+LOOP_SUM_THREADS = 512
+
 # Sums over programs: threads a multiprocessor. 16384x4096 with 512 threads a program runs fastest with two programs a
 # multiprocessor, 8192x8192 with 1024 threads with one, 16384x1024 with 128 threads with eight.
 SUM_THREADS = 1024
@@ -60,6 +63,7 @@ FINISH_THREADS = 64
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 TRITON_WHOLE = 32 << 10
 TRITON_CHUNK = 8 << 10
+TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K spills at 16 warps
 TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block
 # Short rows are packed until a program has about this many elements; a flat kernel takes 8 a thread of 4 warps.
 TRITON_SHORT_ROWS = 2 << 10

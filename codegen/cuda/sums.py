@@ -102,7 +102,7 @@ def _partial(ctx: Context, s: ir.Accumulate) -> ir.Ref:
 
 def _combine(ctx: Context, sums: Sums, added: list[ir.Accumulate]) -> None:
     """Combine the threads that took different rows of the program's share."""
-    if not sums.columns:
+    if added and not sums.columns:
         ctx.lines.span = added[0].span
         finish(ctx, [ctx.partials[s.tensor, s.at] for s in added])
 
