@@ -1,7 +1,8 @@
 """Names: how is a user's name spelled in a backend's language, such that no two names meet?
 
-A name stays as it is unless the backend reserves it, it starts with two underscores, or it ends in one: a trailing
-underscore is the mark of a changed name (`int` becomes `int_`). The generator's own temporaries come from `fresh`.
+A name stays as it is unless the backend reserves it, or it starts or ends with an underscore: C keeps names with a
+leading one for itself (`_Bool`, `__thread`), and a trailing one is the mark of a changed name (`int` becomes `int_`).
+The generator's own temporaries come from `fresh`.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Names:
 
     def fresh(self, hint: str) -> str:
         """A new identifier for a temporary: `hint`, or `hint_2`, `hint_3`, ... where that is taken."""
-        return self._take(hint, numbered="{}_{}")
+        return self._take(hint.lstrip("_") or "v", numbered="{}_{}")
 
     def _plain(self, name: str) -> bool:
-        return name not in self._reserved and not name.startswith("__") and not name.endswith("_")
+        return name not in self._reserved and not name.startswith("_") and not name.endswith("_")
 
     def _take(self, wish: str, numbered: str) -> str:
         if wish[0].isdigit():

@@ -78,6 +78,7 @@ class Context:
         self.behind_rows = False  # in a sum over programs: behind the loop over rows
         self.steps = hoist(scheduled.steps, self._grain, set(self._user_names(scheduled.steps)))
         self.names = Names(self._user_names(self.steps), RESERVED)
+        self.entry = self.names.fresh(self.kernel.name)  # a kernel may be called as one of its dimensions is
         self.helpers: set[str] = set()
         self.packs: dict[Pack, tuple[bool, bool]] = {}
         self.lines = Lines()
@@ -104,7 +105,6 @@ class Context:
 
     def _user_names(self, steps: tuple[Step, ...]) -> Iterator[str]:
         k = self.kernel
-        yield k.name
         for group in (k.tensors, k.scalars, k.axes):
             yield from (x.name for x in group)
         yield from k.dims

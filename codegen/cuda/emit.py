@@ -81,7 +81,7 @@ class _Emitter:
             primitives_end=_END,
             helpers=helpers,
             constants=[(name, *value) for name, value in ctx.constants.items()],
-            entry=ctx.names[ctx.kernel.name],
+            entry=ctx.entry,
             parameters=[self._parameter(a) for a in ctx.args],
             body=[text for text, _ in lines],
         )
@@ -89,7 +89,7 @@ class _Emitter:
         spans: list[Span | None] = [*[None] * before, *(span for _, span in lines), None]
         return Program(
             backend="cuda",
-            entry=ctx.names[ctx.kernel.name],
+            entry=ctx.entry,
             source=source,
             args=ctx.args,
             schedule=ctx.schedule,

@@ -51,8 +51,9 @@ class _Emitter:
         self.kernel, self.variant = scheduled.kernel, scheduled.variant
         kernel = self.kernel
         lets = [s.name for step in scheduled.steps for s in step.body if isinstance(s, ir.Let)]
-        users = (kernel.name, *kernel.dims, *(a.name for a in kernel.axes), *(p.name for p in kernel.scalars), *lets)
+        users = (*kernel.dims, *(a.name for a in kernel.axes), *(p.name for p in kernel.scalars), *lets)
         self.names = Names(users, RESERVED)
+        self.entry = self.names.fresh(kernel.name)  # a kernel may be called as one of its dimensions is
         self.args = kernel_args(kernel, self.variant)
         self.sum_names: dict[str, str] = {}  # of the values of finished sums
         self.arg_names = self._arg_names()
@@ -347,7 +348,7 @@ class _Emitter:
         words = set(_WORD.findall(_without_comments(code)))
         helpers = [h for h in HELPERS if h in words]
         macros = environment().get_template("triton/helpers.py.j2").module
-        entry = self.names[self.kernel.name]
+        entry = self.entry
         runtime = [self._identifier(a) for a in self.args if a.kind != "tensor"]
         source = render(
             "triton/kernel.py.j2",

@@ -1,0 +1,59 @@
+"""Kernels that are legal and unusual: names that a backend keeps for itself, index arithmetic beyond 32 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kgen
+
+BACKENDS = ("reference", "cuda", "triton")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that can run on this machine's CPU."""
+    status = {s.name: s for s in kgen.backends("cpu")}[request.param]
+    if not status.available:
+        pytest.skip(status.reason or "")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # A kernel may be called as one of its dimensions, its arguments, or a type of the backend.
+        "kernel N(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M\n    tile n in N\n    y[m, n] = x[m, n] + max(x[m, n], n)\n",
+        "kernel int(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M\n    tile n in N\n    y[m, n] = x[m, n] + max(x[m, n], n)\n",
+        # Names that begin with an underscore belong to the C implementation.
+        "kernel __k_(x: T[*M, N]) -> (_Bool: T[*M, N]):\n    parallel _Complex in M\n    tile _ in N\n"
+        "    __ = max(x[_Complex, _], _)\n    _Bool[_Complex, _] = x[_Complex, _] + __\n",
+        # Names that differ in case or by an underscore only.
+        "kernel k(x: T[*M, N]) -> (X: T[*M, N]):\n    parallel m in M\n    tile n in N\n"
+        "    x_ = max(x[m, n], n)\n    X_ = x[m, n]\n    X[m, n] = X_ + x_\n",
+    ],
+)
+def test_names(backend: str, text: str) -> None:
+    module = kgen.loads(text)
+    (name,) = module
+    x = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(module[name](x, backend=backend), x + x.amax(-1, keepdim=True))
+
+
+def test_index_values_are_64_bits(backend: str) -> None:
+    module = kgen.loads("""
+kernel powers(x: T[*M, N]) -> (c: i64[*M, N], f: f64[*M, N], s: i64[*M], b: bool[*M, N]):
+    parallel m in M
+    tile n in N
+    c[m, n] = n * n * n + m * N * N * N
+    f[m, n] = f64(n * n * n * n) + N * N * N
+    s[m] = sum(n * n * m, n)
+    b[m, n] = n * n * n > N * N * m
+""")
+    rows, columns = 60, 5000
+    m, n = torch.arange(rows)[:, None], torch.arange(columns)
+    c, f, s, b = module.powers(torch.zeros(rows, columns), backend=backend)
+    assert torch.equal(c, n**3 + m * columns**3)
+    assert torch.equal(f, (n**4).double().expand(rows, -1) + float(columns) ** 3)
+    assert torch.equal(s, (n * n * m).sum(-1))
+    assert torch.equal(b, n**3 > columns**2 * m)
