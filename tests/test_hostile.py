@@ -19,12 +19,15 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+_ROWS = "(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        # A kernel may be called as one of its dimensions, its arguments, or a type of the backend.
-        "kernel N(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M\n    tile n in N\n    y[m, n] = x[m, n] + max(x[m, n], n)\n",
-        "kernel int(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M\n    tile n in N\n    y[m, n] = x[m, n] + max(x[m, n], n)\n",
+        # A kernel may be called as one of its dimensions, or a type of the backend.
+        f"kernel N{_ROWS}    tile n in N\n    y[m, n] = x[m, n] + max(x[m, n], n)\n",
+        f"kernel int{_ROWS}    tile n in N\n    y[m, n] = x[m, n] + max(x[m, n], n)\n",
         # Names that begin with an underscore belong to the C implementation.
         "kernel __k_(x: T[*M, N]) -> (_Bool: T[*M, N]):\n    parallel _Complex in M\n    tile _ in N\n"
         "    __ = max(x[_Complex, _], _)\n    _Bool[_Complex, _] = x[_Complex, _] + __\n",

@@ -154,9 +154,8 @@ def extreme(fn: str, a: CExpr, b: CExpr, dtype: DType, at: Place) -> CExpr:
 
 def index_value(p: Poly, at: Place) -> CExpr:
     """`p` as a value of the language: it must not overflow where the language's i64 would not."""
-    text = polynomial(p, at.symbol)
-    if text.type == "long long" or _small(p):
-        return text
+    if _small(p) or all(at.symbol(name).type == "long long" for name in p.symbols):
+        return polynomial(p, at.symbol)
 
     def wide(name: str) -> CExpr:
         s = at.symbol(name)
