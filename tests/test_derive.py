@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from derive_kit import (
+    ROOT,
     UNPLANNED,
     Call,
     autograd,
@@ -23,7 +24,7 @@ from derive_kit import (
 from torch.nn import functional as F
 from unplanned_cases import CASES, Case
 
-from kgen.codegen.derive import Derived, DeriveError, differentiable, to_kdsl
+from kgen.codegen.derive import DERIVE_CODES, Derived, DeriveError, differentiable, to_kdsl
 from kgen.codegen.interpret import interpret
 from kgen.dsl import ir
 from kgen.dsl.check import Specialization, check_module, elaborate
@@ -134,7 +135,6 @@ def test_every_shipped_kernel(file: str, name: str, arguments: dict[str, Any], f
 
 
 def test_all_shipped_files_are_tested() -> None:
-    from derive_kit import ROOT
 
     kernels = {(p.stem, k.name) for p in (ROOT / "ops").glob("*.kdsl") for k in shipped(p.name).kernels}
     tested = {(case[0], case[1]) for case in SHIPPED}
@@ -260,3 +260,13 @@ def test_residuals_are_rows_in_compute_precision() -> None:
     assert not any(isinstance(e, ir.Op) and e.fn == "rsqrt" for s in derived.backward.body for e in ir.walk(s.value))
     given = {t.name: t.dtype.name for t in derived.backward.tensors}
     assert given == {"x": "bf16", "w": "bf16", "saved_r": "f32", "d_y": "bf16", "d_x": "bf16", "d_w": "bf16"}
+
+
+def test_the_page_shows_what_is_derived() -> None:
+    page = (ROOT / "docs/derivation.md").read_text("utf-8")
+    arguments = {"x": torch.zeros(2, 8).bfloat16(), "w": torch.zeros(8).bfloat16()}
+    derived = derived_of(call(shipped("rms_norm.kdsl"), "rms_norm", arguments))
+    for text in (derived.forward_text, derived.backward_text):
+        assert f"```\n{text}```" in page
+    for code in DERIVE_CODES:
+        assert f"| {code.code} | {code.title} |" in page

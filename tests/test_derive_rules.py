@@ -402,6 +402,36 @@ def test_gradients_where_the_forward_is_nan_or_masked() -> None:
     assert mine["x"].isnan().all()
 
 
+def test_new_indices_take_no_name_that_a_value_has() -> None:
+    text = "kernel f(x: T[*M, E], t: i64[*M]) -> (y: T[*M], z: T[*M]):\n    parallel m in M\n"
+    text += "    y[m] = exp(x[m, t[m]]) * sin(exp(x[m, t[m]]))\n    z[m] = exp(x[m, t[m]])\n"
+
+    def formula(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        e = x.gather(-1, t[:, None])[:, 0].exp()
+        return e * e.sin(), e
+
+    assert error(text, formula, {"x": randn(3, 7), "t": TARGET}) < TOLERANCE
+    assert error(text.replace("E]", "IN]"), formula, {"x": randn(3, 7), "t": TARGET}) < TOLERANCE
+
+
+def test_no_rows_and_no_columns() -> None:
+    text = rows_kernel("y[m, n] = softmax(x[m, n] * w[n], n)", ", w: T[N]")
+
+    def formula(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x * w).softmax(-1),)
+
+    for rows, columns in ((0, 7), (3, 0), (0, 0), (1, 1)):
+        assert error(text, formula, {"x": randn(rows, columns), "w": randn(columns)}) < TOLERANCE
+
+
+def test_a_computed_maximum_is_computed_again_where_elements_are_compared_with_it() -> None:
+    """Another kernel may contract `x * s + 1` to one operation, and its maximum would equal no element."""
+    computed = derive(kernel_of(rows_kernel("y[m] = max(x[m, n] * s + 1.0, n)", ", s: f32", y="T[*M]")), frozenset("x"))
+    assert not computed.residuals
+    selected = derive(kernel_of(rows_kernel("y[m] = max(abs(x[m, n]), n)", y="T[*M]")), frozenset("x"))
+    assert selected.residuals == ("saved_peak",)
+
+
 def test_a_gradient_that_cancels_is_stored_as_zero() -> None:
     text = rows_kernel("y[m] = sum(softmax(x[m, n], n), n) * s[m]", ", s: T[*M]", y="T[*M]")
     assert error(text, lambda x, s: (x.softmax(-1).sum(-1) * s,), {"x": randn(3, 7), "s": randn(3)}) < TOLERANCE

@@ -237,7 +237,8 @@ def _backward(
     taken: set[str],
 ) -> ir.Kernel:
     axes = tuple(planner.axes.values())
-    body = Lowering(names, hints, taken - set(names.values())).run(writes, _over(writes, axes))
+    reserved = (taken - set(names.values())) | {a.name for a in axes}
+    body = Lowering(names, hints, reserved).run(writes, _over(writes, axes))
     live = frozenset[str]().union(*(_axes_of(s) for s in body))
     axes = tuple(a for a in axes if a.kind == "parallel" or a.name in live)
     tensors = _with_sizes(kernel, inputs, results, axes, body)

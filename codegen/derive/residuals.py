@@ -1,9 +1,9 @@
 """Which values does the forward kernel save for the backward one, instead of their being computed again?
 
 Those that cost a reduction and are one number a program: floats that carry every parallel index and no tile index. Of
-a chain of such values only the last that the backward needs is saved. The value that a `max` or `min` is compared with
-is never saved unless it was read without arithmetic: computed in another kernel it may differ in its last bit, and no
-element would equal it.
+a chain of such values only the last that the backward needs is saved. A reduction that the
+elements of a tile are compared with is not saved, unless it only selects what was loaded: computed in another kernel
+a maximum may differ in its last bit, and no element would equal it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kgen.codegen.derive.adjoints import ordered
 from kgen.codegen.derive.graph import Node
 
 # Ops that give the same bits wherever they are computed.
+_COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _EXACT = frozenset(("abs", "neg", "maximum", "minimum", "where", "sign", "floor", "ceil", "round", "trunc"))
 
 
@@ -26,8 +27,10 @@ def to_save(roots: Iterable[Node], forward: set[Node], parallel: frozenset[str])
     for a in nodes:
         if a.kind == "reduce" or any(b in reduced for b in a.args):
             reduced.add(a)
-        if a.fn == "eq":
-            compared.update(b for b in a.args if b.kind == "reduce" and not _exact(b))
+        if a.fn in _COMPARISONS:
+            compared.update(
+                b for b in a.args if b.kind == "reduce" and a.axes - b.axes and b in forward and not _exact(b)
+            )
     saved: set[Node] = set()
     seen: set[Node] = set()
     stack = list(roots)

@@ -19,6 +19,7 @@ from kgen.codegen.derive.graph import Graph, Node
 from kgen.dsl import ir
 from kgen.dsl.affine import Mod, Poly
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.lexing import KEYWORDS
 from kgen.dsl.proofs import prove_kernel
 from kgen.dsl.source import Span
 
@@ -253,7 +254,7 @@ class Planner:
 def _index_name(extent: Poly) -> str:
     """A name for an index over a dimension: `v` for V."""
     name = extent.as_symbol or "i"
-    return name.lower() if name.lower() != name else f"{name}_i"
+    return name.lower() if name.lower() not in (name, *KEYWORDS) else f"{name}_i"
 
 
 def _axes_of(graph: Graph, part: Part) -> frozenset[str]:
