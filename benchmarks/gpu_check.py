@@ -1,10 +1,12 @@
-"""Hold every kernel on a GPU against float64: `python benchmarks/gpu_check.py --seconds 480 --out gpu-out --commit HASH`.
+"""Hold every kernel on a GPU against float64.
 
-Every packaged kernel and every case of tests/unplanned_cases.py, on the CUDA and the Triton backend, over dtypes, widths, row
-counts, layouts and kinds of values, under the derived bound of `kgen.codegen.tolerance`. Outputs are full of NaN
+    python benchmarks/gpu_check.py --seconds 480 --out gpu-out --commit HASH
+
+Every packaged kernel and every case of tests/unplanned_cases.py, on the CUDA and the Triton backend, over dtypes,
+widths, row counts, layouts and kinds of values, under the derived bound of `kgen.codegen.tolerance`. Outputs are full of NaN
 beforehand; what surrounds inputs and outputs must not change; a second call must give the same bits. Worker processes
-compile and run independently; one that a kernel takes down is replaced, and the kernel is named. Then RMSNorm is
-timed beside a copy of the same bytes.
+compile and run independently; one that a kernel takes down is replaced, and the kernel is named. First RMSNorm is timed
+beside a copy of the same bytes.
 
 Leaves `gpu-results.json` and `gpu-results.md` in the folder of --out. Exit code 1 if anything was wrong.
 """
@@ -155,8 +157,8 @@ class Pool:
     def lost(self, pipe: Connection, records: list[Record], found: list[cases.Target], why: str) -> None:
         task = self.busy[pipe][0]
         records.append({
-            "target": found[task.target].name, "dtype": task.dtype, "width": task.width, "layout": task.layout, "rows": -1,
-            "values": "", "backend": "both", "status": "crashed", "message": why,
+            "target": found[task.target].name, "dtype": task.dtype, "width": task.width, "layout": task.layout,
+            "rows": -1,             "values": "", "backend": "both", "status": "crashed", "message": why,
         })  # fmt: skip
         self.drop(pipe)
         self.start()
@@ -234,10 +236,10 @@ def machine(device: torch.device, commit: str) -> Record:
         except ImportError:
             facts[name] = "not installed"
     if device.type == "cuda":
-        from cupy_backends.cuda.api import runtime
+        facts["device"] = torch.cuda.get_device_name(device)
+        from cupy_backends.cuda.api import runtime  # pyright: ignore[reportAttributeAccessIssue]  # made at import
         from cupy_backends.cuda.libs import nvrtc
 
-        facts["device"] = torch.cuda.get_device_name(device)
         facts["driver (CUDA)"] = runtime.driverGetVersion()
         facts["NVRTC"] = ".".join(map(str, nvrtc.getVersion()))
         try:
@@ -305,8 +307,10 @@ def page(facts: Record, records: list[Record], begun: int, total: int, timed: Re
         f"infinities, large values and zeros, and a second call that must give the same bits. "
         f"{sum(count.values())} calls: {', '.join(f'{v} {k}' for k, v in count.items())}.",
         "", f"Widths: {', '.join(str(w) for w in sorted({r['width'] for r in records}))}.",
-        f"Layouts: {', '.join(sorted({r['layout'] for r in records}))}. Dtypes: {', '.join(sorted({r['dtype'] for r in records}))}.",
-        "", "`worst error / bound` is of the calls that passed: a 16-bit output that rounds to nearest reaches 1. `free` elements "
+        f"Layouts: {', '.join(sorted({r['layout'] for r in records}))}.",
+        f"Dtypes: {', '.join(sorted({r['dtype'] for r in records}))}.",
+        "", "`worst error / bound` is of the calls that passed: a 16-bit output that rounds to nearest reaches 1. "
+        "`free` elements "
         "have no bound (an overflow or a NaN on the way). A refusal is a KgenError that says what cannot be done.",
         "", "| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |",
     ]  # fmt: skip
@@ -324,16 +328,19 @@ def page(facts: Record, records: list[Record], begun: int, total: int, timed: Re
     if timed:
         lines += ["", "## RMSNorm beside a copy", ""]
         lines += [
-            f"{timed['rows']} x {timed['width']} {timed['dtype']}, forward; {timed['bytes'] / 1e6:.0f} MB move; {timed['rounds']} "
+            f"{timed['rows']} x {timed['width']} {timed['dtype']}, forward; {timed['bytes'] / 1e6:.0f} MB move; "
+            f"{timed['rounds']} "
             "interleaved rounds, buffers rotated, device time of one launch by events.",
-            "", "| | median, us | p10 | p90 | GB/s | speed of the copy reached |", "| --- | --- | --- | --- | --- | --- |",
+            "", "| | median, us | p10 | p90 | GB/s | speed of the copy reached |",
+            "| --- | --- | --- | --- | --- | --- |",
         ]  # fmt: skip
         for name in ("copy", *BACKENDS):
             t = timed.get(name, {})
             if "median_us" in t:
                 reached = f"{t['of_copy']:.1%}" if "of_copy" in t else ""
                 lines.append(
-                    f"| {name} | {t['median_us']:.1f} | {t['p10_us']:.1f} | {t['p90_us']:.1f} | {t['GB_per_s']:.0f} | {reached} |"
+                    f"| {name} | {t['median_us']:.1f} | {t['p10_us']:.1f} | {t['p90_us']:.1f} "
+                    f"| {t['GB_per_s']:.0f} | {reached} |"
                 )
             else:
                 lines.append(f"| {name} | {t.get('error', 'not run')} | | | | |")
@@ -363,6 +370,7 @@ def main() -> int:
     if o.only:
         queue = [t for t in queue if found[t.target].name in o.only.split(";")]
     o.out.mkdir(parents=True, exist_ok=True)
+    facts = machine(device, o.commit)
     timed = None
     if device.type == "cuda" and not o.no_timing:
         try:
@@ -379,7 +387,6 @@ def main() -> int:
     finally:
         pool.close()
     seconds = time.time() - began
-    facts = machine(device, o.commit)
     (o.out / "gpu-results.md").write_text(page(facts, records, begun, len(queue), timed, seconds))
     kept = [r for r in records if r["status"] not in ("ok", "skipped")]
     summary = [dict(zip(HEAD, row, strict=True)) for row in table(records)]

@@ -65,7 +65,8 @@ class Trial:
 def trials(
     kernel: Kernel, *, dtypes: tuple[str, ...] = (), quick: bool = False, seed: int = 0, max_elements: int = 1 << 17
 ) -> list[Trial]:
-    """A few dozen trials of `kernel` (`quick`: about a dozen), boundary sizes first, then zero rows, layouts and values.
+    """A few dozen trials of `kernel` (`quick`: about a dozen), boundary sizes first, then zero rows, layouts,
+    values.
 
     `dtypes` are taken in turn for every dtype variable that may stand for them. No tensor has more than `max_elements`
     elements. Sizes fulfil the kernel's `require`s; where none that do are found the list is empty.
@@ -145,7 +146,7 @@ def specialization(kernel: Kernel, trial: Trial) -> ir.Kernel:
 def _sized(
     kernel: Kernel, trial: Trial, width: int, rows: int | None, lot: random.Random, max_elements: int
 ) -> Trial | None:
-    """`trial` with sizes: one dimension that sizes a tile (or any) has `width`, the others are small or related to it."""
+    """`trial` with sizes: one dimension that sizes a tile (or any) has `width`, the others are small or near it."""
     body = specialization(kernel, trial)
     names = [d for d in kernel.signature.dims if d not in trial.consts]
     tiles = [d for d in required_dims(body) if d in names]

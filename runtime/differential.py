@@ -79,7 +79,7 @@ def ask(
     spec, _ = examine(kernel.signature, values, None)
     body = kernel.specialize(spec)
     tensors, scalars = split(kernel, body, values)
-    cut = {} if max_elements is None else {"max_elements": max_elements}
+    cut: dict[str, Any] = {} if max_elements is None else {"max_elements": max_elements}
     expected = interpret(body, tensors, scalars, precision="f64", **cut)
     return Question(kernel, body, tuple(values), layout, expected, error_bound(body, tensors, scalars, **cut))
 

@@ -56,8 +56,8 @@ def _mark(size: int, written: bool) -> int:
 def place(values: torch.Tensor, layout: str, *, written: bool = False, keep: bool = False) -> Placed:
     """A tensor with the shape and values of `values`, laid out as `layout` says, inside a guard.
 
-    `expanded` repeats the first slice along the first dimension of more than one element, so its values differ. `written`
-    is for what a kernel overwrites. `keep` copies the buffer's bits, so that `unchanged` can be asked.
+    `expanded` repeats the first slice along the first dimension of more than one element, so its values differ.
+    `written` is for what a kernel overwrites. `keep` copies the buffer's bits, so that `unchanged` can be asked.
     """
     shape = tuple(values.shape)
     strides, offset = _strides(shape, layout)
@@ -86,30 +86,29 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, l
 
 def _strides(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int]:
     """Strides and offset in elements."""
-    if not shape:
-        return (), int(layout == "offset")
-    own = _row_major(shape)
+    sizes = list(shape)
+    own = _row_major(sizes)
     if layout == "offset":
-        return own, 1
+        return tuple(own), 1
     if layout == "sliced":
-        return tuple(2 * s for s in own), 0
-    if layout == "padded" and len(shape) > 1:
-        return (*(s * 2 for s in own[:-1]), 1), 0
-    if layout == "transposed":
-        if len(shape) == 1:
-            return (3,), 0
-        turned = _row_major((*shape[:-2], shape[-1], shape[-2]))
-        return (*turned[:-2], turned[-1], turned[-2]), 0
-    if layout == "expanded":
-        at = next((i for i, s in enumerate(shape) if s > 1), 0)
-        rest = _row_major(tuple(1 if i == at else s for i, s in enumerate(shape)))
-        return tuple(0 if i == at else s for i, s in enumerate(rest)), 0
-    return own, 0
+        own = [2 * s for s in own]
+    elif layout == "padded":
+        own = [s * 2 for s in own[:-1]] + own[-1:]
+    elif layout == "transposed" and len(sizes) < 2:
+        own = [3 * s for s in own]
+    elif layout == "transposed":
+        own = _row_major([*sizes[:-2], sizes[-1], sizes[-2]])
+        own[-2:] = own[-1], own[-2]
+    elif layout == "expanded" and sizes:
+        at = next((i for i, s in enumerate(sizes) if s > 1), 0)
+        own = _row_major([1 if i == at else s for i, s in enumerate(sizes)])
+        own[at] = 0
+    return tuple(own), 0
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _row_major(sizes: list[int]) -> list[int]:
     strides, step = [], 1
-    for size in reversed(shape):
+    for size in reversed(sizes):
         strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(strides))
+    return strides[::-1]

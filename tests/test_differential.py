@@ -85,7 +85,8 @@ def test_gaps_between_elements_are_guarded() -> None:
 def test_layouts_are_what_they_are_called() -> None:
     at = {layout: place(torch.zeros(4, 6), layout).tensor for layout in LAYOUTS}
     assert {n: t.stride() for n, t in at.items()} == {
-        "contiguous": (6, 1), "transposed": (1, 4), "sliced": (12, 2), "expanded": (0, 1), "offset": (6, 1), "padded": (12, 1),
+        "contiguous": (6, 1), "transposed": (1, 4), "sliced": (12, 2), "expanded": (0, 1), "offset": (6, 1),
+        "padded": (12, 1),
     }  # fmt: skip
     assert at["offset"].data_ptr() % 16 == 4
     assert at["contiguous"].data_ptr() % 64 == 0

@@ -87,7 +87,7 @@ def test_any_layout(case: Case, backend: str) -> None:
 
 
 def test_a_wrong_kernel_is_found() -> None:
-    """The bounds are tight enough to tell a mean from a sum over one element less, in the dtype with the widest bound."""
+    """The bounds are tight enough to tell a mean from one over one element less, in the dtype with the widest bound."""
     text = """
 kernel right(x: T[*M, N]) -> (y: f32[*M]):
     parallel m in M

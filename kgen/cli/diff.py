@@ -40,9 +40,9 @@ def diff(
 ) -> None:
     """Hold every backend against the float64 interpreter, under an error bound derived for each kernel and its inputs.
 
-    Boundary sizes come first, then zero rows, strided, expanded and misaligned tensors, NaN and infinities. Without a GPU
-    the generated CUDA runs on the host executor and the generated Triton in an interpreter. What fails is made smaller
-    and saved, and the backend to blame is named.
+    Boundary sizes come first, then zero rows, strided, expanded and misaligned tensors, NaN and infinities. Without a
+    GPU the generated CUDA runs on the host executor and the generated Triton in an interpreter. What fails is made
+    smaller and saved, and the backend to blame is named.
 
     Examples:
         kgen diff ops/
