@@ -150,6 +150,12 @@ class Poly:
             total = total + value
         return total
 
+    @property
+    def divides_by_zero(self) -> bool:
+        """Whether a floor division or modulo in it has the divisor 0."""
+        divisions = [a for mono, _ in self.terms for a in mono if not isinstance(a, Sym)]
+        return any(a.den == Poly.const(0) or a.num.divides_by_zero or a.den.divides_by_zero for a in divisions)
+
     # -- arithmetic ----------------------------------------------------------------------------------------------
     def __add__(self, other: Poly | int) -> Poly:
         out = dict(self.terms)

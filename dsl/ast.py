@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kgen.dsl.source import Span
@@ -65,6 +66,20 @@ class Subscript:
 
 
 Expr = Number | Name | Unary | Binary | Call | Subscript
+
+
+def walk(e: Expr) -> Iterator[Expr]:
+    """`e` and every expression in it."""
+    yield e
+    if isinstance(e, Unary):
+        yield from walk(e.operand)
+    elif isinstance(e, Binary):
+        yield from walk(e.left)
+        yield from walk(e.right)
+    elif isinstance(e, Call | Subscript):
+        for a in e.args if isinstance(e, Call) else e.indices:
+            yield from walk(a)
+
 
 # ---- statements ----------------------------------------------------------------------------------------------------
 

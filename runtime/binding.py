@@ -222,10 +222,9 @@ def _check_kind(kernel: str, p: TensorParam, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be a torch.Tensor, got {kind}")
-    if value.layout != torch.strided:
-        raise ArgumentError(
-            f"{kernel}: argument '{p.name}' must be a dense tensor, got layout {value.layout}; use .to_dense()"
-        )
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}; use .to_dense()"
+        raise ArgumentError(f"{kernel}: argument '{p.name}' must be a dense tensor, got {kind}")
     if value.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be on a CPU or CUDA device, got {value.device}")
     if not has_memory(type(value)) or is_functorch_wrapped_tensor(value):

@@ -149,6 +149,8 @@ class Kernel:
             key += (t.dtype, t.device, t.shape, t.stride(), address & 15)
         for i in self._const_at:
             v = values[i]
+            if isinstance(v, torch.Tensor):
+                raise TypeError("the value of a tensor is no key: it may change")
             # The type, as True == 1 == 1.0; the text of floats, as 0.0 == -0.0.
             key += (type(v), repr(v) if isinstance(v, float) else v)
         if outs is not None:
@@ -217,6 +219,8 @@ class Kernel:
     ) -> Argument:
         if given is None:
             shape = full_shape(t, dims, leading)
+            if min(shape, default=0) < 0:
+                self._binder.fail(f"output '{t.name}' would have the shape {shape}; a const parameter is too small")
             strides = torch.empty(shape, device="meta").stride()  # as torch will lay it out
         else:
             shape, strides = tuple(given.shape), given.stride()

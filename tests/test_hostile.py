@@ -60,3 +60,23 @@ kernel powers(x: T[*M, N]) -> (c: i64[*M, N], f: f64[*M, N], s: i64[*M], b: bool
     assert torch.equal(f, (n**4).double().expand(rows, -1) + float(columns) ** 3)
     assert torch.equal(s, (n * n * m).sum(-1))
     assert torch.equal(b, n**3 > columns**2 * m)
+
+
+def test_const_values_that_make_no_sense(backend: str) -> None:
+    head = "kernel k(x: T[N], K: const i32) -> (y: T[K]):\n    require N >= 1\n    parallel i in K\n"
+    short = kgen.loads(head + "    y[i] = x[0]\n").k
+    with pytest.raises(kgen.KgenError, match="'y'.*-4"):
+        short(torch.ones(3), -4, backend=backend)
+    head = "kernel k(x: T[N], K: const i32) -> (y: T[N // K]):\n    require N % K == 0\n    parallel i in N // K\n"
+    strided = kgen.loads(head + "    y[i] = x[i * K]\n").k
+    assert torch.equal(strided(torch.arange(6.0), 2, backend=backend), torch.tensor([0.0, 2.0, 4.0]))
+    with pytest.raises(kgen.KgenError, match="K0226"):
+        strided(torch.ones(6), 0, backend=backend)
+
+
+def test_a_const_given_as_a_tensor_is_read_at_each_call(backend: str) -> None:
+    text = "kernel k(x: T[N], K: const i32) -> (y: T[N]):\n    parallel n in N\n    y[n] = x[n] * K\n"
+    k, x, factor = kgen.loads(text).k, torch.ones(3), torch.tensor(2)
+    assert torch.equal(k(x, factor, backend=backend), 2 * x)
+    factor.fill_(5)
+    assert torch.equal(k(x, factor, backend=backend), 5 * x)

@@ -10,10 +10,12 @@ That is `kgen.dsl.proofs`, which reads the tile IR; both entry points call it wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kgen.dsl import ast, ir
-from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, REDUCTIONS
+from kgen.dsl.affine import Poly
+from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, CONSTANTS, REDUCTIONS
+from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.scope import Choices, Scope, Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, example_sizes, signature_of
 from kgen.dsl.check.statements import Statements
@@ -37,6 +39,7 @@ __all__ = [
 def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
     """Report every mistake of `module` that can be found without calling it."""
     _check_declarations(module, diagnostics)
+    _check_functions(module, diagnostics)
     functions = {f.name: f for f in module.functions}
     for kernel in module.kernels:
         before = len(diagnostics.items)
@@ -93,7 +96,7 @@ def _elaborate(
             help="add `-> (y: T[...])` or an inout tensor",
         )
     Statements(scope).block(kernel.body)
-    if len(diagnostics.items) > before:
+    if scope.broken or len(diagnostics.items) > before:
         return None
     open_ints = tuple(
         s.name for s in signature.scalars if s.const and scope.const(s.name) is None and DTYPES[s.dtype].kind == "int"
@@ -119,8 +122,61 @@ def _elaborate(
         dtypes=tuple((v, scope.dtype(v) or F32) for v in signature.dtype_vars),
         span=kernel.name_span,
     )
-    prove_kernel(result, diagnostics)
+    for poly, span in _polynomials(result):
+        if poly.divides_by_zero:
+            diagnostics.error("K0226", "a divisor is 0 here", span, help="give the const parameter another value")
+    if len(diagnostics.items) == before:
+        prove_kernel(result, diagnostics)
     return result if len(diagnostics.items) == before else None
+
+
+def _polynomials(kernel: ir.Kernel) -> Iterator[tuple[Poly, Span]]:
+    """Every integer expression over dimensions and indices in `kernel`, and where it stands."""
+    for t in kernel.tensors:
+        yield from ((p, t.span) for p in t.shape)
+    for a in kernel.axes:
+        yield a.extent, a.span
+    for r in kernel.requires:
+        yield from ((r.left, r.span), (r.right, r.span))
+    for s in kernel.body:
+        if not isinstance(s, ir.Let):
+            yield from ((p, s.span) for p in s.at)
+        for e in ir.walk(s.value):
+            if isinstance(e, ir.IndexValue):
+                yield e.index, e.span
+            elif isinstance(e, ir.Load):
+                yield from ((p, e.span) for p in e.at if isinstance(p, Poly))
+
+
+def _check_functions(module: ast.Module, diagnostics: Diagnostics) -> None:
+    """What is wrong in a function whoever calls it: names it cannot see, and recursion."""
+    functions = {f.name: f for f in module.functions}
+    known = {*functions, *CALLABLE_OPS, *REDUCTIONS, *COMPOSITE_REDUCTIONS, *DTYPES}
+    calls: dict[str, list[ast.Call]] = {}
+    for f in module.functions:
+        names = [e for e in ast.walk(f.body) if isinstance(e, ast.Name)]
+        for name in names:
+            if name.id not in f.params and name.id not in CONSTANTS:
+                hint = "a function sees only its own parameters"
+                diagnostics.error("K0201", f"unknown name '{name.id}'", name.span, help=hint)
+        calls[f.name] = [e for e in ast.walk(f.body) if isinstance(e, ast.Call)]
+        for call in calls[f.name]:
+            # A dtype variable of the kernel that calls it may be applied in a function.
+            if call.func not in known and not call.func[:1].isupper():
+                hint = suggestion(call.func, sorted(known))
+                diagnostics.error("K0202", f"unknown function '{call.func}'", call.func_span, help=hint)
+    for f in module.functions:
+        seen: set[str] = set()
+        todo = [c.func for c in calls[f.name]]
+        while todo:
+            name = todo.pop()
+            if name in functions and name not in seen:
+                seen.add(name)
+                todo += [c.func for c in calls[name]]
+        if f.name in seen:
+            call = next(c for c in calls[f.name] if c.func in seen)
+            help = "functions cannot be recursive"
+            diagnostics.error("K0221", f"function '{f.name}' calls itself", call.func_span, help=help)
 
 
 def _check_declarations(module: ast.Module, diagnostics: Diagnostics) -> None:

@@ -168,6 +168,15 @@ CHECKER_CODES: tuple[Code, ...] = (
         _kernel(*_IDX, "x[m, n] = 2.0 * x[m, n]", header="kernel f(x: inout T[M, N]):"),
     ),
     _code(
+        "K0227",
+        "function calls that expand without measure",
+        "fn f0(a) = a * a\n"
+        + "".join(f"fn f{i}(a) = f{i - 1}(a) * f{i - 1}(a + 1.0)\n" for i in range(1, 14))
+        + "\n"
+        + _kernel(*_IDX, "y[m, n] = f13(x[m, n])"),
+        "fn f0(a) = a * a\n\n" + _kernel(*_IDX, "y[m, n] = f0(f0(x[m, n]))"),
+    ),
+    _code(
         "K0226",
         "a constant that cannot be computed",
         _kernel(*_IDX, "y[m, n] = x[m, n] * (1 // 0)"),

@@ -14,6 +14,9 @@ from kgen.dsl.check.signature import TensorParam, combine
 from kgen.dsl.dtypes import BOOL, DTYPES, F32, I32, I64, DType, promote
 from kgen.dsl.source import Span
 
+# Functions that call functions twice double with each level; a hand-written kernel stays far below this.
+MAX_EXPANSIONS = 4096
+
 _INDEX_OPS = ("+", "-", "*", "//", "%")
 
 
@@ -27,9 +30,11 @@ class Expressions:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self._calls: list[str] = []  # functions being expanded, for recursion
+        self._expansions = 0
 
     def fail(self, code: str, message: str, span: Span, help: str = "", label: str = "") -> Stop:
         """Report a mistake; the caller raises what this returns."""
+        self.scope.broken = True
         self.scope.diagnostics.error(code, message, span, help=help, label=label, notes=self.scope.path_notes())
         return Stop()
 
@@ -225,6 +230,14 @@ class Expressions:
                 f"function '{fn.name}' calls itself ({chain})",
                 e.func_span,
                 "functions cannot be recursive",
+            )
+        self._expansions += 1
+        if self._expansions > MAX_EXPANSIONS:
+            raise self.fail(
+                "K0227",
+                f"this kernel expands more than {MAX_EXPANSIONS} function calls",
+                e.func_span,
+                "name a value that several calls share, or split the kernel",
             )
         args = {}
         for param, arg in zip(fn.params, e.args, strict=True):

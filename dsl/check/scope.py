@@ -87,6 +87,7 @@ class Scope:
         self.scalars: dict[str, ScalarParam] = {s.name: s for s in signature.scalars}
         self.axes: dict[str, ir.Axis] = {}
         self.values: dict[str, ir.Expr] = {}  # user's name -> a reference to its latest binding, or index arithmetic
+        self.broken = False  # whether a mistake was found, even one that was reported before
         self.failed: set[str] = set()  # names whose assignment was in error: their uses are not reported again
         self.body: list[ir.Stmt] = []
         self.requires: list[ir.Requirement] = []
