@@ -10,6 +10,7 @@ import pytest
 import torch
 from derive_kit import autograd, call, derived_of, gradients, worst
 
+from kgen.codegen.derive import DeriveError
 from kgen.dsl.parser import parse_text
 
 TOLERANCE = 1e-8
@@ -106,7 +107,64 @@ def program(seed: int) -> tuple[str, Callable[..., tuple[torch.Tensor, ...]]]:
     return head + "\n".join(lines) + "\n", formula
 
 
-@pytest.mark.parametrize("seed", range(60))
+SUBSCRIPTS: tuple[tuple[str, Callable[[Env, torch.Tensor], torch.Tensor]], ...] = (
+    ("n", lambda e, n: n),
+    ("N - 1 - n", lambda e, n: 6 - n),
+    ("(n + 2) % N", lambda e, n: (n + 2) % 7),
+    ("(3 - n) % N", lambda e, n: (3 - n) % 7),
+    ("n // 2", lambda e, n: n // 2),
+    ("(2 * n) % N", lambda e, n: (2 * n) % 7),
+    ("0", lambda e, n: 0 * n),
+    ("N - 1", lambda e, n: 0 * n + 6),
+    ("t[m]", lambda e, n: e["t"][:, None] + 0 * n),
+    ("order[n]", lambda e, n: e["order"].long() + 0 * n),
+    ("(t[m] + n) % N", lambda e, n: (e["t"][:, None] + n) % 7),
+)
+
+
+@pytest.mark.parametrize("kind", ["tile", "parallel"])
+@pytest.mark.parametrize("seed", range(24))
+def test_random_subscripts(seed: int, kind: str) -> None:
+    """Right, or refused because several programs would add to one element."""
+    rng = random.Random(seed)
+    chosen = rng.sample(SUBSCRIPTS, rng.randint(1, 3))
+    columns = ["N - 1 - n", "n", "n"]
+    loads = " + ".join(f"sin({i + 2}.0 * x[m, {s}]) * w[{columns[i]}]" for i, (s, _) in enumerate(chosen))
+    text = (
+        "kernel f(x: T[*M, N], w: T[N], t: i64[*M], order: i32[N]) -> (y: T[*M, N]):\n    require N >= 1\n"
+        f"    parallel m in M\n    {kind} n in N\n    y[m, n] = {loads}\n"
+    )
+
+    def formula(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor]:
+        n = torch.arange(7)
+        env = {"t": t, "order": order}
+        y = torch.zeros_like(x)
+        for i, (_, at) in enumerate(chosen):
+            picked = x.gather(1, at(env, n).expand(x.shape))
+            y = y + torch.sin((i + 2) * picked) * (w if i else w.flip(0))
+        return (y,)
+
+    g = torch.Generator().manual_seed(seed)
+    arguments = {
+        "x": torch.randn(3, 7, generator=g),
+        "w": torch.randn(7, generator=g),
+        "t": torch.randint(0, 7, (3,), generator=g),
+        "order": torch.randint(0, 7, (7,), generator=g).to(torch.int32),
+    }
+    c = call(parse_text(text, "test.kdsl"), "f", arguments)
+    for wanted in (frozenset("x"), frozenset("w")):
+        try:
+            derived = derived_of(c, wanted)
+        except DeriveError as refused:
+            assert kind == "parallel" and {d.code for d in refused.diagnostics} <= {"K0503", "K0505"}, str(refused)
+            continue
+        mine, seeds = gradients(c, derived)
+        theirs = autograd(formula, c, arguments, wanted, seeds)
+        for name in mine:
+            assert worst(mine[name], theirs[name]) < TOLERANCE, f"{name}\n{text}\n{derived.backward_text}"
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_random_kernels(seed: int) -> None:
     text, formula = program(seed)
     module = parse_text(text, f"random{seed}.kdsl")

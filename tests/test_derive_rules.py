@@ -368,6 +368,24 @@ def test_each_code(code: Any) -> None:
     run(code.right)
 
 
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("f32(argmax(x[m, n], n))", "argmax"),
+        ("floor(sum(x[m, n], n))", "floor"),
+        ("f32(i32(sum(x[m, n], n)))", "conversion to i32"),
+        ("sum(where(x[m, n] > 0.0, 1.0, 0.0), n)", "gt"),
+        ("max(w[n], n) + f32(argmax(w[n], n))", "no output depends on it"),
+    ],
+)
+def test_the_construct_that_stops_a_gradient_is_named(body: str, word: str) -> None:
+    kernel = kernel_of(rows_kernel(f"y[m] = {body}", ", w: W[N]", y="f32[*M]"))
+    with pytest.raises(DeriveError) as caught:
+        derive(kernel, frozenset("x"))
+    (found,) = caught.value.diagnostics
+    assert found.code == "K0504" and word in found.label
+
+
 def test_asking_for_nothing_or_for_an_unknown_name() -> None:
     kernel = kernel_of(rows_kernel("y[m, n] = x[m, n]"))
     for wanted in (frozenset[str](), frozenset(("z",)), frozenset(("y",))):

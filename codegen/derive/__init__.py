@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kgen.codegen.derive.adjoints import Sweep, Write, ordered, place
+from kgen.codegen.derive.adjoints import Sweep, Write, differentiable_operands, ordered, place
 from kgen.codegen.derive.codes import DERIVE_CODES, DeriveError, error
 from kgen.codegen.derive.graph import Graph, Node, Reader
 from kgen.codegen.derive.lower import Lowering, describe
+from kgen.codegen.derive.reach import within_reach
 from kgen.codegen.derive.residuals import to_save
 from kgen.codegen.derive.split import split_axes
 from kgen.codegen.derive.stores import Planner
@@ -95,8 +96,12 @@ def derive(kernel: ir.Kernel, wanted: frozenset[str]) -> Derived:
     for t in wanted_in_order:
         own = [(load, g) for load, g in received.items() if load.tensor == t.name]
         if not own:
-            raise _zero(kernel, t)
+            raise _zero(kernel, t, outputs)
         writes += planner.plan(t, gradients[t.name], sorted(own, key=lambda pair: pair[0].serial))
+
+    loadable = [*kernel.tensors, *(replace(t, name=cotangents[t.name]) for t in floats)]
+    proved = forward_values.union(loads.values())
+    writes = within_reach(graph, kernel, loadable, list(planner.axes.values()), writes, proved)
 
     saved: list[tuple[Node, ir.Tensor, Write]] = []
     if not split.places:
@@ -155,25 +160,17 @@ def _refuse(kernel: ir.Kernel, wanted: frozenset[str]) -> None:
         raise error("K0506", f"no gradient of '{kernel.name}' is asked for", kernel.span, "name an input")
 
 
-def _zero(kernel: ir.Kernel, t: ir.Tensor) -> DeriveError:
+def _zero(kernel: ir.Kernel, t: ir.Tensor, outputs: Sequence[Write]) -> DeriveError:
     """The error for an input that no gradient reaches, at the construct that stops it where there is one."""
-    for s in kernel.body:
-        for e in ir.walk(s.value):
-            if isinstance(e, ir.Reduce) and e.kind in ("argmax", "argmin"):
-                return error(
-                    "K0504",
-                    f"no output of '{kernel.name}' has a derivative with respect to '{t.name}'",
-                    e.span,
-                    f"ask for no gradient of '{t.name}'",
-                    label="a position does not change with small changes of the values",
-                )
-    return error(
-        "K0504",
-        f"no output of '{kernel.name}' has a derivative with respect to '{t.name}'",
-        t.span,
-        f"ask for no gradient of '{t.name}'",
-        label="no output changes with it, or only in steps",
-    )
+    message = f"no output of '{kernel.name}' has a derivative with respect to '{t.name}'"
+    advice = f"ask for no gradient of '{t.name}'"
+    for a in ordered(w.value for w in outputs):
+        if a.kind == "load" or not a.args or differentiable_operands(a):
+            continue
+        if any(b.kind == "load" and b.tensor == t.name for b in ordered((a,))):
+            what = a.reduction[0] if a.kind == "reduce" else f"conversion to {a.dtype}" if a.kind == "cast" else a.fn
+            return error("K0504", message, a.span, advice, label=f"'{what}' has no derivative: it changes in steps")
+    return error("K0504", message, t.span, advice, label="no output depends on it")
 
 
 # ---- parts of both kernels -------------------------------------------------------------------------------------------
