@@ -43,6 +43,8 @@ def choose(
     `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
     `sums`: how its sums over programs are spread, if it has any.
     """
+    if sums is not None and sums.split is None and kernel.tiles:
+        return _block_finish(kernel, backend)
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
@@ -83,6 +85,15 @@ def _flat_sum(kernel: ir.Kernel, variant: Variant, backend: str, sums: Sums) -> 
     if backend == "triton":
         return Schedule(threads, threads * max(points, 1 if finish else 4), name="flat")
     return Schedule(threads, threads * points, points, name="flat")
+
+
+def _block_finish(kernel: ir.Kernel, backend: str) -> Schedule:
+    """A block of columns a program; its threads share out the rows of the workspace."""
+    width = prod(a.extent.constant for a in kernel.tiles)
+    threads = ladders.FINISH_BLOCK_THREADS
+    # Triton's threads take several rows each, in flight together.
+    rows = threads // width * (ladders.TRITON_FINISH_ROWS if backend == "triton" else 1)
+    return Schedule(threads, rows, name="finish")
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------

@@ -55,6 +55,9 @@ LOOP_SUM_THREADS = 512
 SUM_THREADS = 1024
 # Adding up the shares: small programs, so that the few thousand elements of a target reach many multiprocessors.
 FINISH_THREADS = 64
+# Where blocks of 32 columns are proved, 16 threads share out the rows of a column: latency, not bandwidth, counts.
+FINISH_BLOCK_THREADS = 512
+TRITON_FINISH_ROWS = 4
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
 

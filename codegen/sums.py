@@ -12,6 +12,7 @@ store. Sums that keep different parallel indices go to stages of their own, each
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 from kgen.codegen.layout import VECTOR_BYTES, contiguous, divisor
 from kgen.codegen.normalize import normalize
@@ -19,6 +20,10 @@ from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import TensorClass, Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
+from kgen.dsl.dtypes import BOOL, I64
+
+WARP = 32
+SECTOR_FLOATS = 8  # of 4 bytes, in the 32 bytes that memory moves at once
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class _Cut:
         ends: dict[tuple[str, ...], list[ir.Accumulate]] = {}
         for s in kernel.body:
             if isinstance(s, ir.Accumulate) and any(s is g for g in group):
+                if s.value.dtype == BOOL:  # true if any is: counted
+                    s = replace(s, value=ir.Cast(I64, s.value, I64, s.value.axes, s.span))
                 rest = self._elements(s)
                 workspace = self._workspace(s, dim, (*kept, *rest))
                 at = tuple(Poly.sym(a) for a in (split, *(a.name for a in (*kept, *rest))))
@@ -117,17 +124,35 @@ class _Cut:
         self.partials.append((replace(kernel, name=name, axes=(*parallel, *tiles), body=tuple(body)), sums))
         for rest_names, statements in ends.items():
             rest = tuple(replace(a, kind="parallel") for a in tiles if a.name in rest_names)
-            columns = bool(kept or rest)
-            axes = (axis, *kept, *rest)
-            lets = tuple(ir.Let(self._fresh(f"{s.tensor}_share"), s.value, s.span) for s in statements)
-            adds = tuple(
-                replace(s, value=ir.Ref(let.name, let.value.dtype, let.value.axes, s.span))
-                for s, let in zip(statements, lets, strict=True)
-            )
-            finish = replace(
-                kernel, name=self._fresh(f"{kernel.name}_finish"), doc="", axes=axes, body=(*lets, *adds)
-            )  # fmt: skip
-            self.finishes.append((finish, Sums((split,), None, dim, columns, ())))
+            self._finish(axis, (*kept, *rest), statements, dim)
+
+    def _finish(self, split: ir.Axis, elements: tuple[ir.Axis, ...], statements: list[ir.Accumulate], dim: str) -> None:
+        """The stage that adds up the partial sums of `statements`, whose targets have the indices `elements`."""
+        axes = (split, *elements)
+        body: list[ir.Stmt] = []
+        columns = bool(elements)
+        width = self._block(elements[-1].extent) if elements else 1
+        if width > 1:
+            # Blocks of columns, so that the threads of a program share out the rows of the workspace too.
+            last = elements[-1]
+            block = ir.Axis(self._fresh(f"{last.name}_block"), last.extent.floordiv(width), "parallel", last.span)
+            lane = ir.Axis(self._fresh(f"{last.name}_lane"), Poly.const(width), "tile", last.span)
+            index = Poly.sym(block.name) * Poly.const(width) + Poly.sym(lane.name)
+            statements = [_substituted(s, last.name, index, frozenset((block.name, lane.name))) for s in statements]
+            axes, columns = (*elements[:-1], block, split, lane), False
+        for s in statements:
+            share = self._fresh(f"{s.tensor}_share")
+            body.append(ir.Let(share, s.value, s.span))
+            body.append(replace(s, value=ir.Ref(share, s.value.dtype, s.value.axes, s.span)))
+        name = self._fresh(f"{self.kernel.name}_finish")
+        finish = replace(self.kernel, name=name, doc="", axes=axes, body=tuple(body))
+        self.finishes.append((finish, Sums((split.name,), None, dim, columns, ())))
+
+    def _block(self, extent: Poly) -> int:
+        """Columns that one program adds up: a warp's worth, or as many as surely divide the extent; 1 where those are
+        too few for whole memory sectors."""
+        proved = gcd(extent.constant, WARP) if extent.is_constant else divisor(extent, self.variant)
+        return proved if proved >= SECTOR_FLOATS else 1
 
     def _elements(self, s: ir.Accumulate) -> tuple[ir.Axis, ...]:
         """The tile indices of a target."""
@@ -163,6 +188,18 @@ class _Cut:
             unique = f"{name}_{n}"
         self.taken.add(unique)
         return unique
+
+
+def _substituted(s: ir.Accumulate, name: str, index: Poly, axes: frozenset[str]) -> ir.Accumulate:
+    """`s`, whose value is a load, with `index` over `axes` for the index `name`."""
+    load = s.value
+    assert isinstance(load, ir.Load)  # of the workspace
+
+    def put(at: tuple[Poly | ir.Expr, ...]) -> tuple[Poly, ...]:
+        return tuple(p.substitute({name: index}) for p in at if isinstance(p, Poly))
+
+    value = replace(load, at=put(load.at), axes=load.axes - {name} | axes)
+    return replace(s, at=put(s.at), value=value)
 
 
 # ---- partial sums in memory ----------------------------------------------------------------------------------------

@@ -164,10 +164,11 @@ class _Loop:
         out: list[str] = []
         if self.sums.columns and need & (ctx.rowwise | {ROW}):
             out = indices.definitions(ctx, ctx.layout.row, need)
+        if self.sums.split is None:
+            number = CExpr("blockIdx.x", "int")
+            return indices.split(ctx, number, need, self.blocks) if self.blocks else out
         block = CExpr(ctx.temporary("block"), type)
         out = indices.split(ctx, block, need, self.blocks) + out if self.blocks else out
-        if self.sums.split is None:
-            return out
         name, splits = ctx.names[self.sums.split], ctx.size(self.sums.dim, 0)
         if not self.sums.columns and not self.blocks:
             return [f"const {type} {name} = blockIdx.x;", *out]

@@ -229,9 +229,10 @@ class _Emitter:
         head = _used(moving, (line.text for line in inside))
         texts = [own.header, *head, *(line.text for line in (*before, *inside, *behind))]
         loop = [*(_Line(t) for t in head), *([_Line("")] if head else []), *inside]
+        own_lines = [_Line(t) for t in _used(still, texts)]
         out = [
-            *(_Line(t) for t in _used(still, texts)),
-            _Line(""),
+            *own_lines,
+            *([_Line("")] if own_lines else []),
             *before,
             _Line(own.header),
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in loop),

@@ -71,7 +71,8 @@ def share(
     elif blocks.rows > 1:
         found, mask = program_indices(indices, spelling, fresh, Text(variable), multiple, rows)
         out += found
-    return Share(out, f"for {variable} in range({first}, {points}, {step}):", variable, mask)
+    bounds = f"{first}, {points}, {step}" if sums.split is not None else str(points)
+    return Share(out, f"for {variable} in range({bounds}):", variable, mask)
 
 
 def _wide(index: Text, wide: bool) -> Text:
