@@ -3,10 +3,10 @@
     python benchmarks/gpu_check.py --seconds 480 --out gpu-out --commit HASH
 
 Every packaged kernel and every case of tests/unplanned_cases.py, on the CUDA and the Triton backend, over dtypes,
-widths, row counts, layouts and kinds of values, under the derived bound of `kgen.codegen.tolerance`. Outputs are full of NaN
-beforehand; what surrounds inputs and outputs must not change; a second call must give the same bits. Worker processes
-compile and run independently; one that a kernel takes down is replaced, and the kernel is named. First RMSNorm is timed
-beside a copy of the same bytes.
+widths, row counts, layouts and kinds of values, under the derived bound of `kgen.codegen.tolerance`. Outputs are full
+of NaN beforehand; what surrounds inputs and outputs must not change; a second call must give the same bits. Worker
+processes compile and run independently; one that a kernel takes down is replaced, and the kernel is named. Before that
+RMSNorm is timed beside a copy of the same bytes.
 
 Leaves `gpu-results.json` and `gpu-results.md` in the folder of --out. Exit code 1 if anything was wrong.
 """
