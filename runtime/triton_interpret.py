@@ -286,6 +286,13 @@ def _builder() -> Any:
                 return TensorHandle(_saturated(data, held), target)
             return TensorHandle(data.astype(held), target)
 
+        def create_int_cast(self, src: Any, dst_type: Any, is_signed: bool) -> Any:
+            data = src.data
+            if not is_signed and data.dtype.kind == "i":
+                # Triton's types have no sign in the IR: it is the cast that says how a value widens.
+                data = data.view(np.dtype(f"u{data.dtype.itemsize}"))
+            return self.cast_impl(TensorHandle(data, src.dtype), dst_type)
+
         def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:
             return self.binary_op(lhs, rhs, np.fmax)
 

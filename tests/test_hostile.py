@@ -65,7 +65,7 @@ kernel powers(x: T[*M, N]) -> (c: i64[*M, N], f: f64[*M, N], s: i64[*M], b: bool
 def test_const_values_that_make_no_sense(backend: str) -> None:
     head = "kernel k(x: T[N], K: const i32) -> (y: T[K]):\n    require N >= 1\n    parallel i in K\n"
     short = kgen.loads(head + "    y[i] = x[0]\n").k
-    with pytest.raises(kgen.KgenError, match="'y'.*-4"):
+    with pytest.raises(kgen.KgenError, match=r"'y'.*-4"):
         short(torch.ones(3), -4, backend=backend)
     head = "kernel k(x: T[N], K: const i32) -> (y: T[N // K]):\n    require N % K == 0\n    parallel i in N // K\n"
     strided = kgen.loads(head + "    y[i] = x[i * K]\n").k
@@ -80,3 +80,53 @@ def test_a_const_given_as_a_tensor_is_read_at_each_call(backend: str) -> None:
     assert torch.equal(k(x, factor, backend=backend), 2 * x)
     factor.fill_(5)
     assert torch.equal(k(x, factor, backend=backend), 5 * x)
+
+
+def test_casts_to_narrow_integers(backend: str) -> None:
+    module = kgen.loads("""
+kernel narrow(x: i32[*M, N]) -> (a: i32[*M, N], b: i32[*M, N], c: i32[*M, N], s: i32[*M], f: f32[*M, N]):
+    parallel m in M
+    tile n in N
+    a[m, n] = u8(x[m, n]) // 2 + 1
+    b[m, n] = i8(x[m, n]) % 5
+    c[m, n] = maximum(i16(x[m, n]), u8(x[m, n])) - sign(i8(x[m, n]))
+    s[m] = sum(u8(x[m, n]), n)
+    f[m, n] = u8(x[m, n]) / 2
+""")
+    x = torch.randint(-(2**31), 2**31, (3, 200), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    u8, i8, i16 = x.to(torch.uint8).to(torch.int32), x.to(torch.int8).to(torch.int32), x.to(torch.int16).to(torch.int32)
+    a, b, c, s, f = module.narrow(x, backend=backend)
+    assert torch.equal(a, u8 // 2 + 1)
+    assert torch.equal(b, i8 % 5)
+    assert torch.equal(c, torch.maximum(i16, u8) - i8.sign())
+    assert torch.equal(s, u8.sum(-1).to(torch.int32))
+    assert torch.equal(f, u8 / 2)
+
+
+def test_a_dimension_that_only_an_absent_tensor_has(backend: str) -> None:
+    module = kgen.loads("""
+kernel k(x: T[N], w: W[K]?) -> (y: T[N]):
+    parallel n in N
+    if w:
+        tile j in K
+        y[n] = x[n] * sum(w[j], j)
+    else:
+        y[n] = x[n]
+""")
+    x, w = torch.arange(5.0), torch.ones(7)
+    assert torch.equal(module.k(x, backend=backend), x)
+    assert torch.equal(module.k(x, w, backend=backend), 7 * x)
+
+
+def test_large_literals_meet_indices(backend: str) -> None:
+    module = kgen.loads("""
+kernel k(x: T[*M, N]) -> (s: i64[*M], b: bool[*M, N]):
+    parallel m in M
+    tile n in N
+    s[m] = sum(n * 100000 * 100000, n)
+    b[m, n] = where(n * 65537 * 65536 > 65536 * 65536, true, m > 0)
+""")
+    s, b = module.k(torch.zeros(2, 40), backend=backend)
+    n = torch.arange(40)
+    assert s.tolist() == [n.sum().item() * 10**10] * 2
+    assert torch.equal(b, torch.stack([n > 0, torch.ones(40, dtype=torch.bool)]))

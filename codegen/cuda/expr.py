@@ -97,7 +97,7 @@ def converted(a: CExpr, source: DType, to: DType, at: Place) -> CExpr:
         return call(at.helper(f"round_{to.name}"), "float", a)
     if to.kind == "int" and to.bits < 32:
         narrow = cast({"i8": "signed char", "u8": "unsigned char", "i16": "short"}[to.name], a)
-        return CExpr(narrow.text, "int", narrow.level)
+        return cast("int", narrow)
     return cast(compute_type(to), a)
 
 

@@ -101,15 +101,23 @@ def _elaborate(
     open_ints = tuple(
         s.name for s in signature.scalars if s.const and scope.const(s.name) is None and DTYPES[s.dtype].kind == "int"
     )
+    tensors = tuple(
+        ir.Tensor(t.name, scope.dtype(t.dtype) or F32, scope.shape(t), t.role, t.star, t.optional, t.span)
+        for t in signature.tensors
+        if not t.optional or scope.is_present(t)
+    )
+    # A dimension that only an absent tensor has is no dimension of this kernel, unless something depends on it.
+    used = {name for t in tensors for p in t.shape for name in p.symbols}
+    used |= {name for a in scope.axes.values() for name in a.extent.symbols}
+    used |= {name for r in scope.requires for p in (r.left, r.right) for name in p.symbols}
+    used |= {
+        name for s in scope.body for e in ir.walk(s.value) if isinstance(e, ir.IndexValue) for name in e.index.symbols
+    }
     result = ir.Kernel(
         name=kernel.name,
         doc=kernel.doc,
-        dims=signature.dims + open_ints,
-        tensors=tuple(
-            ir.Tensor(t.name, scope.dtype(t.dtype) or F32, scope.shape(t), t.role, t.star, t.optional, t.span)
-            for t in signature.tensors
-            if not t.optional or scope.is_present(t)
-        ),
+        dims=tuple(d for d in signature.dims if d in used) + open_ints,
+        tensors=tensors,
         scalars=tuple(
             ir.ScalarParam(s.name, scope.dtype(s.dtype) or F32, s.default, s.span)
             for s in signature.scalars
