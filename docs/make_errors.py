@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kgen.codegen.derive import DERIVE_CODES
 from kgen.dsl.check.codes import CHECKER_CODES
 from kgen.dsl.codes import IMPORT_CODES, PARSER_CODES, Code
 from kgen.dsl.proofs.codes import PROOF_CODES
@@ -31,6 +32,7 @@ _SECTIONS = (
     ("Imports", IMPORT_CODES),
     ("Names, types and index sets", CHECKER_CODES),
     ("Bounds, races and in-place updates", PROOF_CODES),
+    ("Derivation", DERIVE_CODES),
 )
 _WIDTH = 120
 

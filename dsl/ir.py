@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import DType
@@ -259,11 +260,6 @@ def walk(e: Expr) -> Iterator[Expr]:
     yield e
 
 
-def values(s: Stmt) -> Expr:
-    """The expression that a statement evaluates."""
-    return s.value
-
-
 def same(a: Expr, b: Expr) -> bool:
     """Structural equality, positions aside."""
     if type(a) is not type(b):
@@ -283,5 +279,5 @@ def same(a: Expr, b: Expr) -> bool:
     return True
 
 
-def _is_expr(x: object) -> bool:
+def _is_expr(x: object) -> TypeGuard[Expr]:
     return isinstance(x, Const | Scalar | IndexValue | Ref | Load | Op | Cast | Reduce)
