@@ -69,9 +69,14 @@ def _spread(kernel: ir.Kernel, schedule: Schedule, backend: str, rows: int, num_
 # ---- sums over programs --------------------------------------------------------------------------------------------
 
 
-def sum_programs(schedule: Schedule, num_sms: int) -> int:
-    """Programs that share a sum: enough for every multiprocessor to hold `SUM_THREADS` threads."""
-    return num_sms * max(1, ladders.SUM_THREADS // schedule.threads)
+def sum_blocks(kernel: ir.Kernel, variant: Variant, backend: str, schedule: Schedule, steps: tuple[Step, ...]) -> int:
+    """Programs of a sum that a multiprocessor holds at a time, all of which are started at once: as many as make
+    `SUM_THREADS` threads, fewer where their registers would not fit."""
+    most = max(1, ladders.SUM_THREADS // schedule.threads)
+    if backend == "triton" or not kernel.tiles:
+        return most
+    registers = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) + ladders.OTHER_REGISTERS
+    return max(1, min(most, ladders.REGISTER_FILE // (schedule.threads * registers)))
 
 
 def _flat_sum(kernel: ir.Kernel, variant: Variant, backend: str, sums: Sums) -> Schedule:
@@ -110,7 +115,9 @@ def _cuda_flat(kernel: ir.Kernel, variant: Variant) -> Schedule:
 def _cuda_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     axis = vector_axis(kernel, variant)
     vector = vector_limit(kernel, variant, axis) if axis is not None else 1
-    threads = ladders.ROW_THREADS[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
+    sums = any(isinstance(s, ir.Accumulate) for s in kernel.body)
+    ladder = ladders.SUM_ROW_THREADS if sums else ladders.ROW_THREADS
+    threads = ladder[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
     while True:
         schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row"))
         if _fits(kernel, variant, schedule):
@@ -142,14 +149,15 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
     """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
     whole = held(kernel, Schedule(32, 1))
     threads = ladders.LOOP_THREADS[row_bytes(kernel, whole)]
+    most = ladders.LOOP_SLOTS
     if any(isinstance(s, ir.Accumulate) for s in kernel.body):
-        threads = min(threads, ladders.LOOP_SUM_THREADS)
+        threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         grain = vector_limit(kernel, variant, axis)
         beside = _beside(kernel, axis, {**whole, **chunks})
         fitting: int | None = None
-        for slots in (ladders.LOOP_SLOTS >> i for i in range(ladders.LOOP_SLOTS.bit_length())):
+        for slots in (most >> i for i in range(most.bit_length())):
             chunk = max(grain, floor_power(max(1, threads * vector * slots // beside)))
             trial = {**chunks, axis: chunk}
             if chunk >= whole[axis] or not _legal(kernel, trial):
@@ -251,12 +259,12 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
             for s in step.body:
                 if isinstance(s, ir.Let) and step.axis not in s.value.axes:
                     last[(s.name, i)] = max(last[(s.name, i)], at)
-    # Sums over programs live from the first row to the last.
+    # Sums over programs live from the first row to the last; along an axis in chunks they are loaded beside each chunk.
     carried = sum(
         lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32)
-        for step in steps if not isinstance(step, Loop)
-        for s in step.body if isinstance(s, ir.Accumulate)
-    )  # fmt: skip
+        for s in kernel.body
+        if isinstance(s, ir.Accumulate)
+    )
     return carried + max(
         (sum(size[k] for k in size if first[k] <= point <= last[k]) for point in range(at)),
         default=0,

@@ -47,12 +47,18 @@ LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
 # Vectors a thread takes of each chunk, fewer where they would not fit the registers.
 LOOP_SLOTS = 4
 
-# The most threads of a looped kernel with sums, which go through memory a chunk at a time: 1024 spill.
+# The most threads and vectors of a looped kernel with sums, which go through memory a chunk at a time: more spill.
 LOOP_SUM_THREADS = 512
+LOOP_SUM_SLOTS = 2
 
-# Sums over programs: threads a multiprocessor. 16384x4096 with 512 threads a program runs fastest with two programs a
-# multiprocessor, 8192x8192 with 1024 threads with one, 16384x1024 with 128 threads with eight.
+# Sums over programs: threads a row, and threads a multiprocessor. Of the backward of a normalisation, 16384x4096 takes
+# 0.126 ms with 512 threads and two programs a multiprocessor, 8192x8192 0.128 ms with 1024 threads and one, 16384x1024
+# 0.047 ms with 128 threads and eight: a 16-byte vector a thread, as the sums of its elements are held unpacked.
+SUM_ROW_THREADS = Ladder(((1 << 10, 64), (2 << 10, 128), (4 << 10, 256), (8 << 10, 512), (INF, 1024)))
 SUM_THREADS = 1024
+# 32-bit registers of a multiprocessor, and about how many a thread needs beside its tiles.
+REGISTER_FILE = 64 << 10
+OTHER_REGISTERS = 28
 # Adding up the shares: small programs, so that the few thousand elements of a target reach many multiprocessors.
 FINISH_THREADS = 64
 # Where blocks of 32 columns are proved, 16 threads share out the rows of a column: latency, not bandwidth, counts.

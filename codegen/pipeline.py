@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kgen.codegen.choose import choose, refuse_oversize, sum_programs
+from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.layout import digits
 from kgen.codegen.normalize import normalize, required_dims
 from kgen.codegen.overwrite import barriers
@@ -49,11 +49,13 @@ def schedule_kernel(
 def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, override: Schedule | None) -> Scheduled:
     kernel, variant, sums = stage.kernel, stage.variant, stage.sums
     schedule = override or choose(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, sums=sums)
-    if sums is not None:
-        if not schedule.programs:
-            schedule = replace(schedule, programs=sum_programs(schedule, num_sms))
-        kernel, sums = spill_looped(kernel, sums, schedule)
     steps = phases(kernel, schedule)
+    if sums is not None:
+        blocks = sum_blocks(kernel, variant, backend, schedule, steps)
+        if not schedule.programs:
+            schedule = replace(schedule, programs=num_sms * blocks)
+        kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks), schedule)
+        steps = phases(kernel, schedule)
     refuse_oversize(kernel, variant, backend, schedule, steps)
     return Scheduled(kernel, variant, schedule, steps, barriers(kernel, digits(kernel, variant)), sums)
 

@@ -55,13 +55,15 @@ class Sums:
         `over` after the other. Otherwise `p` flattens `over`, the loop takes `rows` points of it at a time, and the
         other parallel indices are one point a program.
     zeroed: workspaces that must be zero before the launch.
+    blocks: programs that a multiprocessor is to hold at a time.
     """
 
     over: tuple[str, ...]
     split: str | None
     dim: str
     columns: bool
-    zeroed: tuple[str, ...]
+    zeroed: tuple[str, ...] = ()
+    blocks: int = 1
 
     def row_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
         """The parallel indices that the row index flattens."""

@@ -120,7 +120,7 @@ class _Cut:
         tiles = kernel.tiles
         parallel = (*summed, axis, *kept) if columns else (*kept, axis, *summed)
         name = kernel.name if not self.partials else self._fresh(f"{kernel.name}_{len(self.partials) + 1}")
-        sums = Sums(tuple(a.name for a in summed), split, dim, columns, ())
+        sums = Sums(tuple(a.name for a in summed), split, dim, columns)
         self.partials.append((replace(kernel, name=name, axes=(*parallel, *tiles), body=tuple(body)), sums))
         for rest_names, statements in ends.items():
             rest = tuple(replace(a, kind="parallel") for a in tiles if a.name in rest_names)
@@ -146,7 +146,7 @@ class _Cut:
             body.append(replace(s, value=ir.Ref(share, s.value.dtype, s.value.axes, s.span)))
         name = self._fresh(f"{self.kernel.name}_finish")
         finish = replace(self.kernel, name=name, doc="", axes=axes, body=tuple(body))
-        self.finishes.append((finish, Sums((split.name,), None, dim, columns, ())))
+        self.finishes.append((finish, Sums((split.name,), None, dim, columns)))
 
     def _block(self, extent: Poly) -> int:
         """Columns that one program adds up: a warp's worth, or as many as surely divide the extent; 1 where those are

@@ -80,6 +80,7 @@ class _Emitter:
             primitives_begin=_BEGIN,
             primitives_end=_END,
             helpers=helpers,
+            bounds="THREADS" if sums is None or sums.split is None else f"THREADS, {sums.blocks}",
             constants=[(name, *value) for name, value in ctx.constants.items()],
             entry=ctx.entry,
             parameters=[self._parameter(a) for a in ctx.args],
@@ -133,6 +134,8 @@ class _Emitter:
         ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()
         outside = dict(ctx.holders)
         ctx.lines.span = None
+        if ctx.scheduled.sums is not None:
+            ctx.lines.add("#pragma unroll 1")  # chunks side by side would take the registers of the sums
         with ctx.block(f"for (int {chunk} = 0; {chunk} < {extent}; {chunk} += {by})"):
             with ctx.capture() as inner:
                 if self._body(step.body, escaping, accumulators):
