@@ -32,6 +32,9 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset")
 VALUES = ("normal", "special", "large", "zeros")
 MAX_ELEMENTS = 1 << 27
+# In later waves, so that many layouts and dtypes are reached: the float64 reference is most of the time.
+LATER_MAX_ELEMENTS = 1 << 25
+UNPLANNED_WAVE = 5
 
 Make = Callable[[int, int, torch.dtype, torch.Generator], dict[str, Any]]
 
@@ -155,11 +158,14 @@ def tasks(found: list[Target], widths: tuple[int, ...], seed: int) -> list[Task]
             out += [Task(i, dtype, width, layout, wave) for wave, (dtype, layout) in enumerate(ways)]
     packaged = {i for i, t in enumerate(found) if not t.on_cpu}
     order = {id(t): lot.random() for t in out}
-    return sorted(out, key=lambda t: (t.wave, t.target not in packaged, order[id(t)]))
+    # Each wave has every width of every kernel once. The packaged kernels go five waves ahead.
+    return sorted(out, key=lambda t: (t.wave + (0 if t.target in packaged else UNPLANNED_WAVE), order[id(t)]))
 
 
 def calls(target: Target, task: Task, limit: int, rows: tuple[int, ...]) -> Iterator[tuple[int, str, bool]]:
     """(rows, values, fits) of the calls of a task; where it does not fit, it would pass `limit` elements."""
+    if task.wave:
+        limit = min(limit, LATER_MAX_ELEMENTS)
     for m in rows:
         elements = _elements(target, m, task.width, task.torch_dtype)
         fits = elements <= (min(limit, 1 << 22) if target.on_cpu else limit)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import multiprocessing as mp
 import os
@@ -99,9 +100,10 @@ def perform(
 class Pool:
     """Worker processes, each with one task at a time."""
 
-    def __init__(self, count: int, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, count: int, devices: list[str], arguments: tuple[Any, ...]) -> None:
         self.context = mp.get_context("spawn")
-        self.arguments = (*arguments, self.context.Semaphore(2))
+        self.devices = itertools.cycle(devices)
+        self.arguments = (*arguments, self.context.Semaphore(2 * len(devices)))
         self.workers: dict[Connection, Any] = {}
         self.busy: dict[Connection, tuple[cases.Task, float]] = {}
         for _ in range(count):
@@ -109,7 +111,7 @@ class Pool:
 
     def start(self) -> None:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=work, args=(theirs, *self.arguments), daemon=True)
+        process = self.context.Process(target=work, args=(theirs, next(self.devices), *self.arguments), daemon=True)
         process.start()
         theirs.close()
         self.workers[ours] = process
@@ -158,7 +160,7 @@ class Pool:
         task = self.busy[pipe][0]
         records.append({
             "target": found[task.target].name, "dtype": task.dtype, "width": task.width, "layout": task.layout,
-            "rows": -1,             "values": "", "backend": "both", "status": "crashed", "message": why,
+            "rows": -1, "values": "", "backend": "both", "status": "crashed", "message": why,
         })  # fmt: skip
         self.drop(pipe)
         self.start()
@@ -381,7 +383,8 @@ def main() -> int:
         torch.cuda.empty_cache()
     workers = o.workers or max(1, (os.cpu_count() or 2) - 2)
     began = time.time()
-    pool = Pool(min(workers, len(queue)), (o.device, cases.MAX_ELEMENTS, rows, o.seed))
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if o.device == "cuda" else [o.device]
+    pool = Pool(min(workers, len(queue)), devices, (cases.MAX_ELEMENTS, rows, o.seed))
     try:
         records, begun = pool.run(queue, began + o.seconds, o.patience)
     finally:
