@@ -21,8 +21,9 @@ from kgen.dsl.affine import Poly
 
 _MAX_ALIGN = 16
 _INT32_MAX = 2**31 - 1
-# A program may compute row indices beyond the last one by the points that it takes at a time.
-_ROW_SLACK = 2**20
+# A program may compute row indices beyond the last one by the points that it takes at a time; the loop of a sum, by
+# those that all programs take at a time.
+_ROW_SLACK = 2**23
 
 
 @dataclass(frozen=True)
