@@ -75,7 +75,8 @@ def sum_blocks(kernel: ir.Kernel, variant: Variant, backend: str, schedule: Sche
     most = max(1, ladders.SUM_THREADS // schedule.threads)
     if backend == "triton" or not kernel.tiles:
         return most
-    registers = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) + ladders.OTHER_REGISTERS
+    others = ladders.OTHER_REGISTERS * (2 if variant.wide else 1)
+    registers = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) + others
     return max(1, min(most, ladders.REGISTER_FILE // (schedule.threads * registers)))
 
 

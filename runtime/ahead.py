@@ -295,7 +295,7 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, Callable[
         raise BackendError(f"Triton cannot compile for {arch}; it knows sm_75 and later, without suffix")
     if knobs.runtime.interpret:
         raise BackendError("Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it to compile")
-    variant = target.layout.variant
+    variant = program.stage.variant if program.stage is not None else target.layout.variant
 
     def build() -> Binary:
         before_triton_compiles()

@@ -19,7 +19,9 @@ from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Schedule, ScheduleError
 from kgen.codegen.tolerance import compare, error_bound
+from kgen.dsl.parser import parse_text
 from kgen.runtime import nvrtc
+from kgen.runtime.ahead import Choices, binary, target
 from kgen.runtime.backends.base import Slots
 from kgen.runtime.backends.host import _ctype
 from kgen.runtime.differential import against, answer, ask
@@ -252,6 +254,15 @@ def test_source_names_and_lines() -> None:
         for text, span in zip(program.source.splitlines(), program.lines, strict=True):
             if "d_b_partial_sum" in text:
                 assert span is not None and span.line == line, text
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_every_launch_compiles_ahead_of_time(backend: str) -> None:
+    module = parse_text(TEXT, "sums.kdsl")
+    declared = next(k for k in module.kernels if k.name == "affine_grad")
+    made = target(module, declared, Choices(dims={"M": 8, "N": 64}))
+    binaries = [binary(made, p, "sm_90") for p in made.program(backend).launches]
+    assert len(binaries) == 3 and all(b.cubin and not b.resources.local_bytes for b in binaries)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

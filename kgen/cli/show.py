@@ -111,15 +111,14 @@ def _texts(
         if stage == "ir":
             texts[stage] = kernel_text(made.kernel)
         elif stage == "schedule":
-            texts[stage] = scheduled_text(made.scheduled(backend))
+            scheduled = made.scheduled(backend)
+            texts[stage] = "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then))
         elif stage in ("cuda", "triton"):
-            program = made.program(stage)
             # A sum over programs is several launches, each with a source of its own.
-            launches = (program, *getattr(program, "then", ()))
-            texts[stage] = "\n\n".join(p.source.strip("\n") for p in launches)
+            texts[stage] = "\n\n".join(p.source.strip("\n") for p in made.program(stage).launches)
         else:
-            found = binary(made, made.program(backend), arch)
-            texts[stage] = found.ptx if stage == "ptx" else found.sass
+            found = [binary(made, p, arch) for p in made.program(backend).launches]
+            texts[stage] = "\n\n".join((b.ptx if stage == "ptx" else b.sass).strip("\n") for b in found)
     return {stage: text.strip("\n").rstrip("\0") for stage, text in texts.items()}
 
 
