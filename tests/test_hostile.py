@@ -130,3 +130,22 @@ kernel k(x: T[*M, N]) -> (s: i64[*M], b: bool[*M, N]):
     n = torch.arange(40)
     assert s.tolist() == [n.sum().item() * 10**10] * 2
     assert torch.equal(b, torch.stack([n > 0, torch.ones(40, dtype=torch.bool)]))
+
+
+def test_positions_of_integers_and_constants_that_wrap(backend: str) -> None:
+    module = kgen.loads("""
+kernel k(x: i32[*M, N]) -> (p: i64[*M], q: i64[*M], r: i32[*M], c: i32[*M, N]):
+    parallel m in M
+    tile n in N
+    p[m] = argmax(n * (n - 40), n)
+    q[m] = argmin(i8(x[m, n]), n)
+    r[m] = max(i8(x[m, n]), n)
+    c[m, n] = i8(300) + u8(-7) + x[m, n]
+""")
+    x = torch.randint(-1000, 1000, (3, 130), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    narrow = x.to(torch.int8)
+    p, q, r, c = module.k(x, backend=backend)
+    assert p.tolist() == [129] * 3
+    assert q.tolist() == [row.index(min(row)) for row in narrow.tolist()]
+    assert torch.equal(r, narrow.amax(-1).to(torch.int32))
+    assert torch.equal(c, 44 + 249 + x)

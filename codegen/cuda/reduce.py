@@ -15,7 +15,7 @@ from math import prod
 
 from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.expr import constant, extreme
-from kgen.codegen.cuda.text import CExpr, compute_type
+from kgen.codegen.cuda.text import CExpr, cast, compute_type
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL, DType
 
@@ -133,6 +133,8 @@ def take(ctx: Context, acc: Accumulator, where: str, value: CExpr, position: CEx
             return f"{name} = {extreme(fn, CExpr(name, acc.holder.type), value, acc.dtype, ctx)};"
     assert acc.at is not None
     helper = ctx.helper(f"{acc.reduce.kind}_take")
+    if value.type != acc.holder.type:
+        value = cast(acc.holder.type, value)  # an index may be an int where the language has an i64
     return f"{helper}({name}, {acc.at.name}{where}, {value}, {position});"
 
 

@@ -154,4 +154,5 @@ def _converted(value: float | int | bool, to: DType) -> float | int | bool:
         return float(value)
     if to.kind == "bool":
         return bool(value)
-    return int(value)
+    wrapped = int(value) % (1 << to.bits)
+    return wrapped - (1 << to.bits) if to.signed and wrapped >> (to.bits - 1) else wrapped
