@@ -59,7 +59,7 @@ def bind_dims(kernel: ir.Kernel, shapes: Mapping[str, Sequence[int]]) -> dict[st
     flat: dict[str, Shape] = {}
     for t in kernel.tensors:
         if t.name in shapes:
-            flat[t.name] = _flattened(kernel, t, tuple(int(s) for s in shapes[t.name]))
+            flat[t.name] = _flattened(kernel, t, tuple(shapes[t.name]))
         elif t.role != "out":
             raise ShapeError(f"{kernel.name}: tensor argument '{t.name}' of shape {signature_shape(t)} is missing")
     leading_shapes(kernel, shapes)
@@ -89,7 +89,7 @@ def bind_dims(kernel: ir.Kernel, shapes: Mapping[str, Sequence[int]]) -> dict[st
                 f"it must be a dimension of its own in at least one of them"
             )
     for t in given:
-        _check(kernel, t, flat[t.name], tuple(int(s) for s in shapes[t.name]), env, source)
+        _check(kernel, t, flat[t.name], tuple(shapes[t.name]), env, source)
     for r in kernel.requires:
         left, right = _value(kernel, r.left, env), _value(kernel, r.right, env)
         if not _COMPARE[r.op](left, right):
@@ -112,7 +112,7 @@ def leading_shapes(kernel: ir.Kernel, shapes: Mapping[str, Sequence[int]]) -> di
     for t in kernel.tensors:
         if not t.star or t.name not in shapes:
             continue
-        shape = tuple(int(s) for s in shapes[t.name])
+        shape = tuple(shapes[t.name])
         key = str(t.shape[0])
         lead = shape[: len(shape) - len(t.shape) + 1]
         if out.setdefault(key, lead) != lead:

@@ -18,9 +18,17 @@ _CASTING = {"none": (False, 0.0), "llama": (True, 0.0), "gemma": (False, 1.0)}
 
 
 @cache
-def _kernel(file: str, name: str) -> Kernel:
+def _loaded(file: str, name: str) -> Kernel:
     """A packaged kernel, parsed and checked once."""
     return getattr(load_packaged(f"{file}.kdsl"), name)
+
+
+def _kernel(file: str, name: str) -> Kernel:
+    if torch.compiler.is_dynamo_compiling():
+        from kgen.runtime import library  # imports torch.compile's machinery
+
+        return library.packaged(f"{file}.kdsl", name)
+    return _loaded(file, name)
 
 
 def rms_norm(
@@ -41,15 +49,42 @@ def rms_norm(
     row to x's dtype before it is multiplied by the weight; `gemma` is `none` with an offset of 1. `offset` overrides
     the mode's own.
     """
-    if casting not in _CASTING:
-        raise ArgumentError(f"rms_norm: casting must be one of {', '.join(_CASTING)}, got {casting!r}")
-    round_first, default = _CASTING[casting]
-    if weight is None and offset is not None:
-        raise ArgumentError("rms_norm: offset is added to the weight, and no weight is given")
-    shift = default if offset is None else offset
+    round_first, shift = casting_arguments("rms_norm", weight is not None, casting, offset)
     return _kernel("rms_norm", "rms_norm")(
-        x, weight, eps=eps, offset=shift, round_first=round_first and weight is not None, backend=backend, out=out
+        x, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
     )
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    casting: str = "none",
+    offset: float | None = None,
+    backend: str | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`h = x + residual` and `rms_norm(h, weight)` in one kernel.
+
+    x, residual: `[..., N]`; they may differ in dtype. Returns the norm in x's dtype and `h`, the next residual, in the
+    residual's; the norm is that of the rounded `h`. The other arguments are those of `rms_norm`.
+    """
+    round_first, shift = casting_arguments("add_rms_norm", weight is not None, casting, offset)
+    return _kernel("add_rms_norm", "add_rms_norm")(
+        x, residual, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
+    )
+
+
+def casting_arguments(op: str, weighted: bool, casting: str, offset: float | None) -> tuple[bool, float]:
+    """The kernel arguments `round_first` and `offset` for a casting mode. Raises ArgumentError for what does not fit."""
+    if casting not in _CASTING:
+        raise ArgumentError(f"{op}: casting must be one of {', '.join(_CASTING)}, got {casting!r}")
+    round_first, default = _CASTING[casting]
+    if not weighted and offset is not None:
+        raise ArgumentError(f"{op}: offset is added to the weight, and no weight is given")
+    return round_first and weighted, default if offset is None else offset
 
 
 def layer_norm(
@@ -115,9 +150,11 @@ def _along(name: str, x: torch.Tensor, dim: int, backend: str | None, out: torch
         raise ArgumentError(f"{name}: dim {dim} is not a dimension of x, got {shape}")
     if dim in (-1, x.dim() - 1):
         return _kernel("softmax", name)(x, backend=backend, out=out)
-    result = torch.empty_like(x) if out is None else out
-    _kernel("softmax", name)(x.movedim(dim, -1), backend=backend, out=result.movedim(dim, -1))
-    return result
+    rows = x.movedim(dim, -1)
+    if out is not None:
+        _kernel("softmax", name)(rows, backend=backend, out=out.movedim(dim, -1))
+        return out
+    return _kernel("softmax", name)(rows, backend=backend, like=(rows,)).movedim(-1, dim)
 
 
 def rope(
@@ -136,7 +173,7 @@ def rope(
     `[P, R]`, one row a position, R <= D even; or `[B, S, R]` (`[1, S, R]`), one row a token. The first R features are
     rotated and the rest pass through. positions: `[B, S]` int64 rows of the tables; without it token s takes row s.
     interleaved: pairs are features (2d, 2d + 1) instead of (d, d + R/2).
-    Returns the rotated q and k, laid out in memory as they came.
+    Returns the rotated q and k, laid out in memory as they came (under torch.compile: contiguous).
     """
     if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in (cos, sin)):
         if positions is not None:
@@ -146,7 +183,6 @@ def rope(
         if not shared:
             positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
         cos, sin = (t[0] if shared else t.reshape(-1, t.shape[-1]) for t in (cos, sin))
-    out = (torch.empty_like(q), torch.empty_like(k))
     return _kernel("rope", "rope")(
-        q, k, cos, sin, positions=positions, interleaved=interleaved, backend=backend, out=out
+        q, k, cos, sin, positions=positions, interleaved=interleaved, backend=backend, like=(q, k)
     )

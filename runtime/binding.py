@@ -160,11 +160,12 @@ def _describe(value: Any) -> str:
 
 
 def examine(
-    signature: Signature, values: Sequence[Any], out: Sequence[torch.Tensor] | None
+    signature: Signature, values: Sequence[Any], out: Sequence[torch.Tensor] | None, *, plain: bool = True
 ) -> tuple[Specialization, torch.device]:
     """What the arguments of a call specialise the kernel to, and the device they are on.
 
-    `values` is in order of the signature, `out` in order of the outputs. Shapes are not looked at here. Raises
+    `values` is in order of the signature, `out` in order of the outputs. Shapes are not looked at here. `plain=False`
+    admits tensors without memory of their own, which torch's transformations call their functions with. Raises
     ArgumentError for what is no dense tensor of a dtype that the signature allows, and for tensors on several devices.
     """
     name = signature.name
@@ -184,7 +185,7 @@ def examine(
             consts[p.name] = scalar_converter(name, p.name, DTYPES[p.dtype])(value)
     given += zip(signature.outputs, out or (), strict=False)
     for p, value in given:
-        _check_kind(name, p, value)
+        _check_kind(name, p, value, plain)
         dtype = FROM_TORCH.get(value.dtype)
         if p.dtype in DTYPES:
             if dtype is not DTYPES[p.dtype]:
@@ -217,8 +218,8 @@ def examine(
     return Specialization(dtypes, consts, frozenset(present)), device
 
 
-def _check_kind(kernel: str, p: TensorParam, value: Any) -> None:
-    """Refuse what is not a plain strided tensor on a device that kernels run on."""
+def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
+    """Refuse what is not a strided tensor on a device that kernels run on, and, with `plain`, one without memory."""
     if not isinstance(value, torch.Tensor):
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be a torch.Tensor, got {kind}")
@@ -227,7 +228,7 @@ def _check_kind(kernel: str, p: TensorParam, value: Any) -> None:
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be a dense tensor, got {kind}")
     if value.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be on a CPU or CUDA device, got {value.device}")
-    if not has_memory(type(value)) or is_functorch_wrapped_tensor(value):
+    if plain and (not has_memory(type(value)) or is_functorch_wrapped_tensor(value)):
         raise ArgumentError(
             f"{kernel}: argument '{p.name}' is a {type(value).__name__} that has no memory of its own; "
             f"pass a plain torch.Tensor (for a distributed tensor its local part)"

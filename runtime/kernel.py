@@ -17,7 +17,7 @@ from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ast, ir
 from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, signature_of
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.runtime import events, registry
+from kgen.runtime import autograd, events, registry
 from kgen.runtime.backends.base import Built, Executor
 from kgen.runtime.binding import Binder, examine, has_memory, scalar_converter
 from kgen.runtime.cache import CACHE
@@ -38,7 +38,8 @@ class Kernel:
     them. An optional tensor that is not given is absent. The result is the output tensor, or the tuple of outputs; of
     a kernel that has none, the tensors that it modifies.
 
-    Calls do not record gradients: inputs may require grad, outputs do not.
+    Where an input requires grad, the outputs carry its gradient (`kgen.runtime.autograd`), which a derived kernel
+    computes on the same backend.
     """
 
     def __init__(self, module: ast.Module, name: str) -> None:
@@ -50,14 +51,16 @@ class Kernel:
         self.name = self.__name__ = name
         self.__doc__ = declared.doc or f"The kernel `{name}` of {module.path}."
         self._binder = Binder(self.signature)
+        self.has_float_output = autograd.float_output(self.signature)
         params = self.signature.params
-        self._tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
-        self._const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
+        self.tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
+        self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
         self._scalar_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and not p.const)
-        self._inout = tuple(k for k, i in enumerate(self._tensor_at) if _role(params[i]) == "inout")
+        self.inout_at = tuple(i for i in self.tensor_at if _role(params[i]) == "inout")
         self._ready: dict[tuple[Any, ...], ReadyCall] = {}
         self._plans: Plans = SingleFlight()
         self._kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
+        self.trainings: SingleFlight[tuple[Any, ...], autograd.Training] = SingleFlight()
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} of {self.module.path}>"
@@ -68,6 +71,7 @@ class Kernel:
         *args: Any,
         backend: str | None = None,
         out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        like: Sequence[torch.Tensor] | None = None,
         check: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -76,13 +80,29 @@ class Kernel:
         backend: `cuda`, `triton`, `reference` or `auto`; None takes what `kgen.backend` and its like say. On CPU
             tensors `cuda` is the host executor and `triton` the Triton interpreter.
         out: tensors to write instead of new ones, in order of the outputs: any strides, no memory shared with others.
+        like: a tensor for each output; a new one is laid out in memory as `torch.empty_like` of it. Under torch.compile
+            results are contiguous.
         check: first run the reference on the same arguments and raise CheckError at the first gather out of range.
 
-        Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run.
+        Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run,
+        DeriveError where a gradient is needed that cannot be derived (not under `torch.no_grad()`).
         """
         values = self._binder.bind(args, kwargs)
         outs = self._outs(out) if out is not None else None
+        if torch.compiler.is_dynamo_compiling():
+            from kgen.runtime import library  # imports torch.compile's machinery
+
+            return library.call(self, values, outs, backend)
         choice = registry.requested(backend)
+        if torch.is_grad_enabled() and (wanted := autograd.requiring(self, values)):
+            if outs is not None or self.inout_at:
+                autograd.refuse(self, values, wanted, outs)
+            else:
+                if check:
+                    self._check(values, None)
+                return autograd.record(self, values, wanted, choice, like)
+        if like is not None and outs is None:
+            outs = tuple(torch.empty_like(t) for t in like)
         addresses: list[int] = []
         try:
             key = self._key(values, outs, choice, addresses)
@@ -96,17 +116,17 @@ class Kernel:
                 if len(self._ready) >= MAX_READY:
                     self._ready.clear()
                 self._ready[key] = ready
-        tensors = [t for i in self._tensor_at if (t := values[i]) is not None]
+        tensors = [t for i in self.tensor_at if (t := values[i]) is not None]
         if key is None:
             addresses = [t.data_ptr() for t in tensors]
         scalars = [
             converted if (v := values[i]) is default else convert(v) for i, convert, default, converted in ready.scalars
         ]
         if check:
-            self._check(values, outs, tensors, scalars)
+            self._check(values, outs)
         results = ready.run(tensors, scalars, addresses, outs)
         if not results:
-            results = [values[self._tensor_at[k]] for k in self._inout]
+            results = [values[i] for i in self.inout_at]
         return results[0] if len(results) == 1 else tuple(results)
 
     def prepare(
@@ -135,7 +155,7 @@ class Kernel:
         Raises AttributeError, TypeError or RuntimeError for what is no plain tensor.
         """
         key: list[Any] = [choice]
-        for i in self._tensor_at:
+        for i in self.tensor_at:
             t = values[i]
             if t is None:
                 key.append(None)
@@ -147,7 +167,7 @@ class Kernel:
             address = t.data_ptr()
             addresses.append(address)
             key += (t.dtype, t.device, t.shape, t.stride(), address & 15)
-        for i in self._const_at:
+        for i in self.const_at:
             v = values[i]
             if isinstance(v, torch.Tensor):
                 raise TypeError("the value of a tensor is no key: it may change")
@@ -267,22 +287,18 @@ class Kernel:
 
         return self._plans.get_or_build(key, build), where
 
-    def _check(
-        self,
-        values: Sequence[Any],
-        outs: Sequence[Any] | None,
-        tensors: Sequence[torch.Tensor],
-        scalars: Sequence[Any],
-    ) -> None:
+    def _check(self, values: Sequence[Any], outs: Sequence[Any] | None) -> None:
         from kgen.runtime.checked import check_gathers  # only needed here
 
         spec, _ = examine(self.signature, values, outs)
         kernel = self.specialize(spec)
+        tensors = [t for i in self.tensor_at if (t := values[i]) is not None]
+        slots = [_scalar_slot(self.name, i, s) for i, s in zip(self._scalar_at, kernel.scalars, strict=True)]
         inputs = (t for t in kernel.tensors if t.role != "out")
         check_gathers(
             kernel,
             {t.name: x for t, x in zip(inputs, tensors, strict=True)},
-            {s.name: v for s, v in zip(kernel.scalars, scalars, strict=True)},
+            {s.name: convert(values[i]) for s, (i, convert, _, _) in zip(kernel.scalars, slots, strict=True)},
         )
 
 

@@ -227,7 +227,12 @@ def test_in_place(m: kgen.KernelModule) -> None:
 
 
 def test_inputs_that_require_grad(m: kgen.KernelModule) -> None:
-    y = m.scale(X.clone().requires_grad_(), a=0.5)
+    x = X.clone().requires_grad_()
+    assert m.scale(x, a=0.5).requires_grad
+    with pytest.raises(kgen.ArgumentError, match="a call with out= records no gradient, but argument 'x' requires"):
+        m.scale(x, a=0.5, out=torch.empty_like(X))
+    with torch.no_grad():
+        y = m.scale(x, a=0.5)
     assert not y.requires_grad
     assert torch.equal(y, X)
 

@@ -1,0 +1,282 @@
+"""Gradients of kernel calls: the training form of a kernel, its derived backward, and torch's autograd around them.
+
+A call that is to be differentiated runs the training form (`kgen.codegen.derive`): the same outputs, and residuals that
+the backward kernel reads. Both are ordinary kernels, so variants, layouts and backends are those of any call; the
+backward runs on the backend of its forward. `kgen.runtime.library` gives torch.compile the same two kernels.
+
+Not done here: gradients of gradients, and gradients of kernels that write in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from kgen.codegen.derive import Derived, derive
+from kgen.dsl import ir
+from kgen.dsl.check import Signature, TensorParam
+from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.parser import parse_text
+from kgen.runtime.binding import examine
+from kgen.runtime.errors import ArgumentError
+from kgen.runtime.flight import SingleFlight
+
+if TYPE_CHECKING:
+    from kgen.runtime.kernel import Kernel
+
+# Where an argument of a backward kernel comes from ("saved", "cotangent", "scalar"), and which one it is there.
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The two kernels behind one call that records gradients, and which argument is what.
+
+    `inputs` are the parameters of the original kernel that `forward` takes, in its order; `outputs` counts the original
+    outputs, which come first among those of `forward`, before the residuals. `saved` are the parameters kept for the
+    backward pass; residuals follow them. `arguments` has a place for each parameter of `backward`: in saved and
+    residuals, among the gradients of outputs, among the original parameters. `gradients` maps a parameter of the
+    original kernel to its gradient among the outputs of `backward`.
+    """
+
+    kernel: Kernel
+    specialized: ir.Kernel
+    wanted: frozenset[int]
+    derived: Derived
+    forward: Kernel
+    backward: Kernel
+    inputs: tuple[int, ...]
+    outputs: int
+    saved: tuple[int, ...]
+    arguments: tuple[Place, ...]
+    gradients: dict[int, int]
+    others: SingleFlight[frozenset[int], Training] = field(default_factory=SingleFlight, compare=False)
+
+    def narrowed(self, wanted: frozenset[int]) -> Training:
+        """What computes only the gradients `wanted`, from what this keeps; this itself where that does not suffice."""
+        return self.others.get_or_build(wanted, lambda: self._narrowed(wanted))
+
+    def _narrowed(self, wanted: frozenset[int]) -> Training:
+        n = _training(self.kernel, self.specialized, wanted)
+        same = n.derived.forward_text == self.derived.forward_text  # then so are the residuals
+        if not (same and set(n.saved) <= set(self.saved) and n.reached <= self.reached):
+            return self
+        if not set(n.scalars) <= set(self.scalars):
+            return self
+        at = [*(self.saved.index(i) for i in n.saved)]
+        at += range(len(self.saved), len(self.saved) + len(n.derived.residuals))
+        arguments = tuple((where, at[i]) if where == "saved" else (where, i) for where, i in n.arguments)
+        return replace(n, saved=self.saved, arguments=arguments)
+
+    @property
+    def reached(self) -> frozenset[int]:
+        """The outputs whose gradients the backward kernel reads; all others carry none."""
+        return frozenset(i for where, i in self.arguments if where == "cotangent")
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """The parameters of the original kernel whose numbers the backward kernel reads."""
+        return tuple(i for where, i in self.arguments if where == "scalar")
+
+
+def requiring(kernel: Kernel, values: Sequence[Any]) -> tuple[int, ...]:
+    """The parameters among `values` that ask for a gradient; none for a kernel whose outputs cannot carry one."""
+    if not kernel.has_float_output:
+        return ()
+    # What is no tensor is refused later, in words.
+    return tuple(i for i in kernel.tensor_at if (t := values[i]) is not None and getattr(t, "requires_grad", False))
+
+
+def training(kernel: Kernel, values: Sequence[Any], wanted: tuple[int, ...]) -> Training:
+    """The training form of `kernel` for arguments like `values` and the gradients of the parameters `wanted`.
+
+    Raises ArgumentError for arguments that do not fit, DeriveError naming the construct that has no derivative.
+    """
+    try:
+        dtypes = tuple(None if (t := values[i]) is None else t.dtype for i in kernel.tensor_at)
+        consts = tuple((type(v := values[i]), repr(v)) for i in kernel.const_at)
+    except AttributeError:  # something that is no tensor, which examine says
+        examine(kernel.signature, values, None)
+        raise
+    key = (dtypes, consts, wanted)
+    found = kernel.trainings.get(key)
+    if found is not None:
+        return found
+
+    def build() -> Training:
+        spec, _ = examine(kernel.signature, values, None, plain=False)
+        return _training(kernel, kernel.specialize(spec), frozenset(wanted))
+
+    return kernel.trainings.get_or_build(key, build)
+
+
+def _training(kernel: Kernel, specialized: ir.Kernel, wanted: frozenset[int]) -> Training:
+    from kgen.runtime.kernel import Kernel as Made  # which imports this module
+
+    params = kernel.signature.params
+    position = {p.name: i for i, p in enumerate(params)}
+    derived = derive(specialized, frozenset(params[i].name for i in wanted))
+    # The training form has the kernel's own name: a mistake in a call is told in the user's words.
+    module = parse_text(derived.forward_text, f"{derived.forward.name}.kdsl")
+    renamed = tuple(replace(k, name=kernel.name) for k in module.kernels)
+    forward = Made(replace(module, kernels=renamed), kernel.name)
+    backward = Made(parse_text(derived.backward_text, f"{derived.backward.name}.kdsl"), derived.backward.name)
+    takes = [p for p in backward.signature.params if isinstance(p, TensorParam) and p.name in position]
+    saved = tuple(position[p.name] for p in takes)
+    places: dict[str, Place] = {p.name: ("saved", k) for k, p in enumerate(takes)}
+    places |= {r: ("saved", len(saved) + k) for k, r in enumerate(derived.residuals)}
+    outputs = [t.name for t in kernel.signature.outputs]
+    places |= {d: ("cotangent", outputs.index(name)) for name, d in derived.cotangents.items()}
+    results = [t.name for t in backward.signature.outputs]
+    return Training(
+        kernel=kernel,
+        specialized=specialized,
+        wanted=wanted,
+        derived=derived,
+        forward=forward,
+        backward=backward,
+        inputs=tuple(position[p.name] for p in forward.signature.params),
+        outputs=len(outputs),
+        saved=saved,
+        arguments=tuple(places.get(p.name) or ("scalar", position[p.name]) for p in backward.signature.params),
+        gradients={position[name]: results.index(d) for name, d in derived.gradients.items()},
+    )
+
+
+# ---- one definition of both directions, for eager calls and for torch.compile ----------------------------------------
+
+
+@dataclass(frozen=True)
+class Like:
+    """Shape, dtype and device of an output, for a gradient of zeros where none arrives."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(t: torch.Tensor) -> Like:
+        """That of `t`."""
+        return Like(t.shape, t.dtype, t.device)
+
+    def zeros(self) -> torch.Tensor:
+        """A gradient of zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def keep(ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+    """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters."""
+    ctx.save_for_backward(*(values[i] for i in t.saved), *results[t.outputs :])
+    ctx.scalars = {i: values[i] for i in t.scalars}
+    reached = t.reached
+    ctx.likes = {i: Like.of(results[i]) for i in reached} if len(reached) > 1 else {}
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in reached))
+
+
+def gradients(
+    ctx: Any, t: Training, grads: Sequence[torch.Tensor | None], run: Callable[[list[Any]], Any]
+) -> dict[int, torch.Tensor]:
+    """The gradient of each wanted parameter; `run` calls the backward kernel. Empty where no gradient arrives."""
+    if all(grads[i] is None for i in t.reached):
+        return {}
+    saved = ctx.saved_tensors
+    arguments: list[Any] = []
+    for where, i in t.arguments:
+        if where == "saved":
+            arguments.append(saved[i])
+        elif where == "scalar":
+            arguments.append(ctx.scalars[i])
+        else:
+            g = grads[i]
+            arguments.append(ctx.likes[i].zeros() if g is None else g)
+    results = run(arguments)
+    results = results if isinstance(results, tuple) else (results,)
+    return {i: results[k] for i, k in t.gradients.items()}
+
+
+# ---- eager calls -----------------------------------------------------------------------------------------------------
+
+
+def record(
+    kernel: Kernel, values: list[Any], wanted: tuple[int, ...], choice: str, like: Sequence[torch.Tensor] | None
+) -> Any:
+    """Call `kernel` so that its outputs carry the gradients of the parameters `wanted`; see `Kernel.__call__`."""
+    t = training(kernel, values, wanted)
+    results = cast(Any, _Call).apply(t, choice, like, *values)
+    return results[0] if t.outputs == 1 else tuple(results[: t.outputs])
+
+
+def refuse(kernel: Kernel, values: Sequence[Any], wanted: Sequence[int], outs: Sequence[Any] | None) -> None:
+    """Raise for a call that writes to given tensors while an input that it only reads asks for a gradient."""
+    read = [p.name for i in wanted if isinstance(p := kernel.signature.params[i], TensorParam) and p.role == "in"]
+    if outs is not None and read:
+        raise ArgumentError(
+            f"{kernel.name}: a call with out= records no gradient, but argument '{read[0]}' requires grad; "
+            f"call without out=, or under torch.no_grad()"
+        )
+    if read:
+        training(kernel, values, tuple(wanted))  # says that a kernel that overwrites an argument is not derived
+
+
+class _Call(torch.autograd.Function):
+    """The training form of one kernel call."""
+
+    @staticmethod
+    def forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, *values: Any) -> Any:
+        out = t.forward(*(values[i] for i in t.inputs), backend=choice, like=like)
+        return out if isinstance(out, tuple) else (out,)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        t, choice, _, *values = inputs
+        ctx.training, ctx.choice = t, choice
+        keep(ctx, t, values, output)
+
+    @staticmethod
+    def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
+        raise ArgumentError(f"{t.kernel.name}: vmap does not reach into a kernel; pass tensors with a batch dimension")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        t: Training = ctx.training
+        wanted = frozenset(i for i in t.wanted if ctx.needs_input_grad[3 + i])
+        if wanted and wanted != t.wanted:
+            t = t.narrowed(wanted)
+        found = gradients(ctx, t, grads, lambda arguments: _run_backward(t, ctx.choice, arguments))
+        return (None, None, None, *(found.get(i) for i in range(len(ctx.needs_input_grad) - 3)))
+
+
+def _run_backward(t: Training, choice: str, arguments: list[Any]) -> Any:
+    if torch.is_grad_enabled():  # create_graph=True: the results must say that they cannot be differentiated
+        return cast(Any, _Backward).apply(t, choice, *arguments)
+    return t.backward(*arguments, backend=choice)
+
+
+class _Backward(torch.autograd.Function):
+    """A backward kernel whose own gradient is refused."""
+
+    @staticmethod
+    def forward(t: Training, choice: str, *arguments: Any) -> Any:
+        return t.backward(*arguments, backend=choice)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[0].kernel.name
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise KgenError(f"{ctx.name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+
+
+def float_output(signature: Signature) -> bool:
+    """Whether some output may have a floating-point dtype."""
+    return any(
+        d.kind == "float"
+        for t in signature.outputs
+        for d in ((DTYPES[t.dtype],) if t.dtype in DTYPES else signature.dtype_vars[t.dtype])
+    )

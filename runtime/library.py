@@ -1,0 +1,219 @@
+"""Kernels as operators of torch.library, which is how torch.compile calls them.
+
+An operator `kgen::<file>_<kernel>_<hash>` takes the parameters of the kernel's signature and the backend as text; where
+the kernel writes given tensors they are declared as mutated. Its fake form finds shapes as a call does. A call that is
+differentiated uses the operators of the training form and of the derived backward (`kgen.runtime.autograd`).
+
+Imported only while torch.compile traces: eager calls do not pay for the dispatcher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+
+from kgen.codegen.shapes import bind_dims, constants, full_shape, leading_shapes
+from kgen.codegen.torch_dtypes import TORCH
+from kgen.dsl.check import TensorParam
+from kgen.dsl.dtypes import DTYPES
+from kgen.runtime import autograd, registry
+from kgen.runtime.binding import examine
+from kgen.runtime.kernel import Kernel
+from kgen.runtime.loading import load_packaged
+
+_lock = RLock()
+_defined: set[str] = set()
+
+
+# ---- traced calls ----------------------------------------------------------------------------------------------------
+
+
+def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backend: str | None) -> Any:
+    """What `Kernel.__call__` does, for torch.compile to trace.
+
+    The backend is the one asked for now, at trace time; which gradients are computed is fixed too, by which inputs
+    require grad.
+    """
+    choice = _choice(backend)
+    wanted: tuple[int, ...] = ()
+    if torch.is_grad_enabled():
+        wanted = tuple(i for i in kernel.tensor_at if values[i] is not None and values[i].requires_grad)
+    written = outs is not None or bool(kernel.inout_at)
+    dtypes = tuple(None if values[i] is None else values[i].dtype for i in kernel.tensor_at)
+    consts = tuple(values[i] for i in kernel.const_at)
+    name, takes, count = _operator(kernel, dtypes, consts, wanted, written, outs is not None)
+    arguments = [values[i] for i in takes]
+    if outs is not None:
+        arguments += outs
+    results = getattr(torch.ops.kgen, name)(*arguments, choice)
+    if written:
+        results = outs if outs is not None else [values[i] for i in kernel.inout_at]
+        return results[0] if len(results) == 1 else tuple(results)
+    if isinstance(results, torch.Tensor):
+        return results
+    return results[0] if count == 1 else tuple(results[:count])
+
+
+class _Shelf:
+    """Packaged kernels as attributes. A traced call finds its kernel here, as a trace can guard an attribute of a
+    global but not the result of a function that it takes as a constant."""
+
+
+_SHELF = _Shelf()
+
+
+def packaged(file: str, name: str) -> Kernel:
+    """A kernel of a file that comes with kgen."""
+    return getattr(_SHELF, _put_on_shelf(file, name))
+
+
+@torch.compiler.assume_constant_result
+def _put_on_shelf(file: str, name: str) -> str:
+    attribute = f"{Path(file).stem}_{name}"
+    setattr(_SHELF, attribute, load_packaged(file)[name])
+    return attribute
+
+
+@torch.compiler.assume_constant_result
+def _choice(backend: str | None) -> str:
+    return registry.requested(backend)
+
+
+@torch.compiler.assume_constant_result
+def _operator(
+    kernel: Kernel,
+    dtypes: tuple[torch.dtype | None, ...],
+    consts: tuple[Any, ...],
+    wanted: tuple[int, ...],
+    written: bool,
+    out: bool,
+) -> tuple[str, tuple[int, ...], int]:
+    """The operator for a call: its name, the parameters that it takes, how many of its results are the kernel's."""
+    everything = tuple(range(len(kernel.signature.params)))
+    outputs = len(kernel.signature.outputs)
+    wanted = wanted if kernel.has_float_output else ()
+    if not wanted:
+        return define(kernel, out=out), everything, outputs
+    values: list[Any] = [None] * len(everything)
+    for i, dtype in zip(kernel.tensor_at, dtypes, strict=True):
+        values[i] = None if dtype is None else torch.empty(0, dtype=dtype, requires_grad=i in wanted)
+    for i, v in zip(kernel.const_at, consts, strict=True):
+        values[i] = v
+    if written:
+        autograd.refuse(kernel, values, wanted, () if out else None)
+        return define(kernel, out=out), everything, outputs
+    t = autograd.training(kernel, values, wanted)
+    return define_training(t), t.inputs, outputs
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def define(kernel: Kernel, *, out: bool = False) -> str:
+    """The name of the operator of `kernel` in the namespace `kgen`, defined where it is not yet.
+
+    With `out` it writes the outputs into tensors that follow the parameters.
+    """
+    name = _name(kernel, repr(kernel.module)) + ("_out" if out else "")
+    with _lock:
+        if name not in _defined:
+            _define(name, kernel, out)
+            _defined.add(name)
+    return name
+
+
+def define_training(t: autograd.Training) -> str:
+    """The name of the operator of a training form, whose gradient is the operator of the derived backward."""
+    name = _name(t.kernel, f"{t.derived.forward_text}\n{t.derived.backward_text}") + "_training"
+    with _lock:
+        if name not in _defined:
+            op = _define(name, t.forward, False)
+            _differentiate(op, t)
+            _defined.add(name)
+    return name
+
+
+def _name(kernel: Kernel, content: str) -> str:
+    stem = re.sub(r"\W", "_", Path(kernel.module.path).stem)
+    return f"{stem}_{kernel.name}_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def _define(name: str, kernel: Kernel, out: bool) -> Any:
+    signature = kernel.signature
+
+    def run(*arguments: Any) -> Any:
+        *given, choice = arguments
+        outs = given[len(signature.params) :] if out else None
+        with torch.no_grad():  # gradients are the dispatcher's business here
+            results = kernel(*given[: len(signature.params)], backend=choice, out=outs)
+        return None if out or kernel.inout_at else results
+
+    def fake(*arguments: Any) -> Any:
+        if out or kernel.inout_at:
+            return None
+        results = _fake_results(kernel, arguments[:-1])
+        return results[0] if len(results) == 1 else tuple(results)
+
+    mutated = [f"a{i}" for i in kernel.inout_at]
+    if out:
+        mutated += [f"out{k}" for k in range(len(signature.outputs))]
+    op = torch.library.custom_op(f"kgen::{name}", run, mutates_args=mutated, schema=_schema(kernel, out))
+    op.register_fake(fake)
+    return op
+
+
+def _schema(kernel: Kernel, out: bool) -> str:
+    parts = []
+    for i, p in enumerate(kernel.signature.params):
+        if isinstance(p, TensorParam):
+            kind = f"Tensor(w{i}!)" if p.role == "inout" else "Tensor"
+            kind += "?" if p.optional else ""
+        else:
+            kind = DTYPES[p.dtype].kind if p.dtype in DTYPES else "float"
+        parts.append(f"{kind} a{i}")
+    outputs = len(kernel.signature.outputs)
+    if out:
+        parts += [f"Tensor(o{k}!) out{k}" for k in range(outputs)]
+    parts.append("str backend")
+    returns = ", ".join(["Tensor"] * outputs) if not out and not kernel.inout_at else ""
+    return f"({', '.join(parts)}) -> " + (returns if returns == "Tensor" else f"({returns})")
+
+
+def _fake_results(kernel: Kernel, values: Sequence[Any]) -> list[torch.Tensor]:
+    """Tensors like the outputs of a call, for arguments that may be fake and whose sizes may be symbolic."""
+    spec, device = examine(kernel.signature, values, None, plain=False)
+    body = kernel.specialize(spec)
+    params = kernel.signature.params
+    shapes = {
+        p.name: tuple(v.shape)
+        for p, v in zip(params, values, strict=True)
+        if isinstance(p, TensorParam) and v is not None
+    }
+    dims, leading = constants(body) | bind_dims(body, shapes), leading_shapes(body, shapes)
+    outputs = [t for t in body.tensors if t.role == "out"]
+    return [torch.empty(full_shape(t, dims, leading), dtype=TORCH[t.dtype], device=device) for t in outputs]
+
+
+def _differentiate(op: Any, t: autograd.Training) -> None:
+    backward = define(t.backward)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *given, ctx.choice = inputs
+        values: list[Any] = [None] * len(t.kernel.signature.params)
+        for i, v in zip(t.inputs, given, strict=True):
+            values[i] = v
+        autograd.keep(ctx, t, values, output if isinstance(output, tuple | list) else (output,))
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        found = autograd.gradients(
+            ctx, t, grads, lambda arguments: getattr(torch.ops.kgen, backward)(*arguments, ctx.choice)
+        )
+        return (*(found.get(i) for i in t.inputs), None)
+
+    op.register_autograd(run, setup_context=setup_context)
