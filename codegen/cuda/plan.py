@@ -143,7 +143,10 @@ class _Planner:
         return depth
 
     def _is_root(self, s: ir.Stmt) -> bool:
-        return not isinstance(s, ir.Let) or isinstance(s.value, ir.Reduce) or s.name in self.escaping
+        if not isinstance(s, ir.Let) or isinstance(s.value, ir.Reduce) or s.name in self.escaping:
+            return True
+        # A gather from what is overwritten is made as early as it can be, not where it is first used.
+        return isinstance(s.value, ir.Load) and s.value.tensor in self.overwritten and not is_affine_load(s)
 
     def _needed(self, phase: int, have: set[str]) -> set[str]:
         """Values other than reductions that the roots of `phase` need, computed from what is there."""
