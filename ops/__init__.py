@@ -2,11 +2,12 @@
 
 Every function takes tensors with any strides on a CPU or CUDA device, launches on torch's current stream, never
 modifies an input, and takes `backend=` (`cuda`, `triton`, `reference`, `auto`) and `out=` like a kernel that
-`kgen.load` gives. All raise `kgen.KgenError` for an argument that does not fit. Forward only: results carry no
-gradient.
+`kgen.load` gives. All raise `kgen.KgenError` for an argument that does not fit. Results carry the gradients of every
+tensor argument that requires grad, except with `out=`; torch.compile takes them without a graph break.
 """
 
 from kgen.ops.functional import (
+    add_rms_norm,
     geglu,
     layer_norm,
     log_softmax,
@@ -15,5 +16,18 @@ from kgen.ops.functional import (
     softmax,
     swiglu,
 )
+from kgen.ops.losses import cross_entropy, cross_entropy_, kept_weight
 
-__all__ = ["geglu", "layer_norm", "log_softmax", "rms_norm", "rope", "softmax", "swiglu"]
+__all__ = [
+    "add_rms_norm",
+    "cross_entropy",
+    "cross_entropy_",
+    "geglu",
+    "kept_weight",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+]

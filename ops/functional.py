@@ -78,7 +78,7 @@ def add_rms_norm(
 
 
 def casting_arguments(op: str, weighted: bool, casting: str, offset: float | None) -> tuple[bool, float]:
-    """The kernel arguments `round_first` and `offset` for a casting mode. Raises ArgumentError for what does not fit."""
+    """The kernel arguments `round_first` and `offset` of a casting mode; ArgumentError for what does not fit."""
     if casting not in _CASTING:
         raise ArgumentError(f"{op}: casting must be one of {', '.join(_CASTING)}, got {casting!r}")
     round_first, default = _CASTING[casting]
