@@ -63,7 +63,7 @@ _LAZY = {
     "loads": "kgen.runtime.loading",
     "set_backend": "kgen.runtime.registry",
 }
-_SUBPACKAGES = ("codegen", "dsl", "ops", "runtime", "templates")
+_SUBPACKAGES = ("codegen", "dsl", "nn", "ops", "runtime", "templates")
 
 
 def __getattr__(name: str) -> Any:
