@@ -10,7 +10,7 @@ Not done here: gradients of gradients, and gradients of kernels that write in pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +23,6 @@ from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.parser import parse_text
 from kgen.runtime.binding import examine
 from kgen.runtime.errors import ArgumentError
-from kgen.runtime.flight import SingleFlight
 
 if TYPE_CHECKING:
     from kgen.runtime.kernel import Kernel
@@ -44,8 +43,6 @@ class Training:
     """
 
     kernel: Kernel
-    specialized: ir.Kernel
-    wanted: frozenset[int]
     derived: Derived
     forward: Kernel
     backward: Kernel
@@ -54,23 +51,6 @@ class Training:
     saved: tuple[int, ...]
     arguments: tuple[Place, ...]
     gradients: dict[int, int]
-    others: SingleFlight[frozenset[int], Training] = field(default_factory=SingleFlight, compare=False)
-
-    def narrowed(self, wanted: frozenset[int]) -> Training:
-        """What computes only the gradients `wanted`, from what this keeps; this itself where that does not suffice."""
-        return self.others.get_or_build(wanted, lambda: self._narrowed(wanted))
-
-    def _narrowed(self, wanted: frozenset[int]) -> Training:
-        n = _training(self.kernel, self.specialized, wanted)
-        same = n.derived.forward_text == self.derived.forward_text  # then so are the residuals
-        if not (same and set(n.saved) <= set(self.saved) and n.reached <= self.reached):
-            return self
-        if not set(n.scalars) <= set(self.scalars):
-            return self
-        at = [*(self.saved.index(i) for i in n.saved)]
-        at += range(len(self.saved), len(self.saved) + len(n.derived.residuals))
-        arguments = tuple((where, at[i]) if where == "saved" else (where, i) for where, i in n.arguments)
-        return replace(n, saved=self.saved, arguments=arguments)
 
     @property
     def reached(self) -> frozenset[int]:
@@ -109,12 +89,12 @@ def training(kernel: Kernel, values: Sequence[Any], wanted: tuple[int, ...]) -> 
 
     def build() -> Training:
         spec, _ = examine(kernel.signature, values, None, plain=False)
-        return _training(kernel, kernel.specialize(spec), frozenset(wanted))
+        return _training(kernel, kernel.specialize(spec), wanted)
 
     return kernel.trainings.get_or_build(key, build)
 
 
-def _training(kernel: Kernel, specialized: ir.Kernel, wanted: frozenset[int]) -> Training:
+def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -> Training:
     from kgen.runtime.kernel import Kernel as Made  # which imports this module
 
     params = kernel.signature.params
@@ -134,8 +114,6 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: frozenset[int]) ->
     results = [t.name for t in backward.signature.outputs]
     return Training(
         kernel=kernel,
-        specialized=specialized,
-        wanted=wanted,
         derived=derived,
         forward=forward,
         backward=backward,
@@ -244,9 +222,6 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         t: Training = ctx.training
-        wanted = frozenset(i for i in t.wanted if ctx.needs_input_grad[3 + i])
-        if wanted and wanted != t.wanted:
-            t = t.narrowed(wanted)
         found = gradients(ctx, t, grads, lambda arguments: _run_backward(t, ctx.choice, arguments))
         return (None, None, None, *(found.get(i) for i in range(len(ctx.needs_input_grad) - 3)))
 
@@ -274,9 +249,10 @@ class _Backward(torch.autograd.Function):
 
 
 def float_output(signature: Signature) -> bool:
-    """Whether some output may have a floating-point dtype."""
+    """Whether some tensor that the kernel writes may have a floating-point dtype."""
     return any(
         d.kind == "float"
-        for t in signature.outputs
+        for t in signature.tensors
+        if t.role != "in"
         for d in ((DTYPES[t.dtype],) if t.dtype in DTYPES else signature.dtype_vars[t.dtype])
     )

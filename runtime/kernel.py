@@ -80,8 +80,8 @@ class Kernel:
         backend: `cuda`, `triton`, `reference` or `auto`; None takes what `kgen.backend` and its like say. On CPU
             tensors `cuda` is the host executor and `triton` the Triton interpreter.
         out: tensors to write instead of new ones, in order of the outputs: any strides, no memory shared with others.
-        like: a tensor for each output; a new one is laid out in memory as `torch.empty_like` of it. Under torch.compile
-            results are contiguous.
+        like: tensors of the shapes of the outputs; new ones are laid out in memory as `torch.empty_like` of them. Under
+            torch.compile results are contiguous.
         check: first run the reference on the same arguments and raise CheckError at the first gather out of range.
 
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run,
@@ -101,17 +101,15 @@ class Kernel:
                 if check:
                     self._check(values, None)
                 return autograd.record(self, values, wanted, choice, like)
-        if like is not None and outs is None:
-            outs = tuple(torch.empty_like(t) for t in like)
         addresses: list[int] = []
         try:
-            key = self._key(values, outs, choice, addresses)
+            key = self._key(values, outs, like, choice, addresses)
             ready = self._ready.get(key)
         except (AttributeError, TypeError, RuntimeError, NotImplementedError):
             # Something among the arguments is no plain tensor. _prepare finds out what and says it.
             key, ready = None, None
         if ready is None:
-            ready = self._prepare(values, outs, choice)
+            ready = self._prepare(values, outs, choice, like)
             if key is not None:
                 if len(self._ready) >= MAX_READY:
                     self._ready.clear()
@@ -149,7 +147,14 @@ class Kernel:
             self._binder.fail(f"out= must be one tensor for each output ({names}), got {got}")
         return tuple(outs)
 
-    def _key(self, values: list[Any], outs: Sequence[Any] | None, choice: str, addresses: list[int]) -> tuple[Any, ...]:
+    def _key(
+        self,
+        values: list[Any],
+        outs: Sequence[Any] | None,
+        like: Sequence[torch.Tensor] | None,
+        choice: str,
+        addresses: list[int],
+    ) -> tuple[Any, ...]:
         """All that a ready call depends on; the addresses of the inputs go to `addresses`.
 
         Raises AttributeError, TypeError or RuntimeError for what is no plain tensor.
@@ -178,6 +183,9 @@ class Kernel:
                 if type(t) not in _PLAIN:
                     _admit(type(t))
                 key += (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15, t.is_neg())
+        elif like is not None:
+            for t in like:
+                key += (t.shape, t.stride())
         return tuple(key)
 
     def _resolved(self, i: int, t: torch.Tensor) -> torch.Tensor:
@@ -191,7 +199,13 @@ class Kernel:
         """The tile IR of this kernel for given dtypes, constants and optional tensors; made once for each."""
         return self._kernels.get_or_build(_spec_key(spec), lambda: elaborate(self.module, self.name, spec))
 
-    def _prepare(self, values: Sequence[Any], outs: Sequence[Any] | None, choice: str) -> ReadyCall:
+    def _prepare(
+        self,
+        values: Sequence[Any],
+        outs: Sequence[Any] | None,
+        choice: str,
+        like: Sequence[torch.Tensor] | None = None,
+    ) -> ReadyCall:
         spec, device = examine(self.signature, values, outs)
         executor = registry.resolve(choice, device)
         kernel = self.specialize(spec)
@@ -205,10 +219,11 @@ class Kernel:
             shapes |= {p.name: tuple(t.shape) for p, t in zip(self.signature.outputs, outs, strict=True)}
         dims, leading = self._bind_dims(kernel, shapes)
         outputs = [t for t in kernel.tensors if t.role == "out"]
-        new = [(full_shape(t, dims, leading), TORCH[t.dtype]) for t in outputs]
         if outs is not None:
             given |= {t.name: x for t, x in zip(outputs, outs, strict=True)}
-        arguments = [self._argument(t, given.get(t.name), dims, leading) for t in kernel.tensors]
+        models = {t.name: x for t, x in zip(outputs, like or (), strict=False)}
+        arguments = [self._argument(t, given.get(t.name), models.get(t.name), dims, leading) for t in kernel.tensors]
+        new = arguments[len(arguments) - len(outputs) :]
         scalars = [_scalar_slot(self.name, i, s) for i, s in zip(self._scalar_at, kernel.scalars, strict=True)]
         event = events.Launch(self.name, executor.name, str(device), 0)
         empty = all(0 in a.shape for a in arguments if a.written)
@@ -234,6 +249,7 @@ class Kernel:
         self,
         t: ir.Tensor,
         given: torch.Tensor | None,
+        like: torch.Tensor | None,
         dims: Mapping[str, int],
         leading: Mapping[str, tuple[int, ...]],
     ) -> Argument:
@@ -241,7 +257,11 @@ class Kernel:
             shape = full_shape(t, dims, leading)
             if min(shape, default=0) < 0:
                 self._binder.fail(f"output '{t.name}' would have the shape {shape}; a const parameter is too small")
-            strides = torch.empty(shape, device="meta").stride()  # as torch will lay it out
+            if like is not None and like.shape != shape:
+                self._binder.fail(f"output '{t.name}' has the shape {shape}, its model in like= {tuple(like.shape)}")
+            # As torch will lay it out.
+            meta = torch.empty(shape, device="meta") if like is None else torch.empty_like(like, device="meta")
+            strides = meta.stride()
         else:
             shape, strides = tuple(given.shape), given.stride()
         written = t.role != "in"

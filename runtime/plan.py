@@ -82,7 +82,7 @@ class ReadyCall:
         kernel: str,
         device: torch.device,
         arguments: Sequence[Argument],
-        outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        outputs: Sequence[Argument],
         scalars: Sequence[ScalarSlot],
         launch: Launch | None,
         built: Built | None,
@@ -95,7 +95,7 @@ class ReadyCall:
         self.built = built
         self.scalars = tuple(scalars)
         self._arguments = tuple(arguments)
-        self._make = tuple(_maker(shape, dtype, device, arguments) for shape, dtype in outputs)
+        self._make = tuple(_maker(a, device, arguments) for a in outputs)
         self._launch = launch
         self._record = events.recorder(event)
         self._zeroed = tuple(zeroed)
@@ -160,18 +160,21 @@ class ReadyCall:
 
 
 def _maker(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, arguments: Sequence[Argument]
+    output: Argument, device: torch.device, arguments: Sequence[Argument]
 ) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
     """How a new output is allocated: like an input where one looks the same, which torch does in half the time."""
-    contiguous = torch.empty(shape, device="meta").stride()
-    same = (shape, dtype, contiguous)
+    shape, strides, dtype = output.shape, output.strides, output.dtype
+    plain = strides == torch.empty(shape, device="meta").stride()
+    same = (shape, dtype, strides)
     model = next((i for i, a in enumerate(arguments) if a.is_input and (a.shape, a.dtype, a.strides) == same), None)
 
     def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         # A subclass would answer with its own kind.
         if model is not None and type(x := tensors[model]) is torch.Tensor:
             return torch.empty_like(x)
-        return torch.empty(shape, dtype=dtype, device=device)
+        if plain:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     return make
 
