@@ -1,0 +1,227 @@
+"""torch.compile of functions built from kernels, fullgraph, against eager: values, gradients, new sizes, mutation.
+
+Most graphs go through `aot_eager`, which traces and differentiates as inductor does and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kgen
+from kgen import ops
+from kgen.runtime import autograd, events
+
+UNPLANNED = kgen.load(Path(__file__).parent / "kernels" / "unplanned.kdsl")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()  # no test may live on what another has traced
+    yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Normal values, the same for the same shape and seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def compiled(f: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    """`f` in one graph."""
+    return torch.compile(f, fullgraph=True, backend=backend, **options)
+
+
+def both(f: Callable[..., Any], g: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    """`f` and `g` must give the same results and gradients to the bit, and leave their arguments alone."""
+    found = []
+    for each in (f, g):
+        given = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+        results = each(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        seeds = [randn(*r.shape, dtype=r.dtype, seed=50 + i) for i, r in enumerate(results)]
+        leaves = [t for t in given if t.requires_grad]
+        found.append([*results, *torch.autograd.grad(results, leaves, seeds)])
+        assert all(torch.equal(a, b) for a, b in zip(given, tensors, strict=True))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+class Block(torch.nn.Module):
+    """What models make of these ops: norm, gated unit, norm, softmax."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(randn(n, seed=1))
+        self.bias = torch.nn.Parameter(randn(n, seed=2))
+        self.up = torch.nn.Linear(n, 2 * n, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: `[..., N]`, the result too."""
+        gate, up = self.up(ops.rms_norm(x, self.scale, casting="gemma")).chunk(2, -1)
+        h = x + ops.swiglu(gate, up)
+        return ops.log_softmax(ops.layer_norm(h, self.scale, self.bias))
+
+
+def steps(module: torch.nn.Module, f: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+    """The result and every gradient of one pass."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    y = f(x)
+    y.backward(randn(*y.shape, seed=9))
+    grads = [p.grad for p in (x, *module.parameters())]
+    assert all(g is not None for g in grads)
+    return [y.detach(), *(g.clone() for g in grads if g is not None)]
+
+
+def test_a_module_forward_and_backward_at_new_sizes() -> None:
+    torch.manual_seed(0)
+    module = Block(12)
+    f = compiled(module)
+    for batch, tokens in ((2, 5), (3, 7), (4, 9), (1, 6)):
+        x = randn(batch, tokens, 12, seed=batch)
+        for a, b in zip(steps(module, f, x), steps(module, module, x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_new_batch_size_compiles_no_kernel_and_no_graph() -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(ops.swiglu(x, x, backend="triton"), w, backend="triton")
+
+    g = torch.compile(f, fullgraph=True, backend=backend, dynamic=True)
+    w = randn(16, seed=1).requires_grad_()
+    for rows in (4, 6):  # one variant, as both are even
+        before = events.counts()["plan"]
+        x = randn(rows, 3, 16).requires_grad_()
+        g(x, w).backward(randn(rows, 3, 16, seed=2))
+        plans = events.counts()["plan"] - before
+    assert plans == 0
+    assert len(graphs) == 1
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "rms_norm": (lambda x, w: ops.rms_norm(x, w, casting="llama"), (randn(3, 8), randn(8, seed=1))),
+    "rms_norm-plain": (lambda x: ops.rms_norm(x), (randn(3, 8),)),
+    "layer_norm": (ops.layer_norm, (randn(3, 8), randn(8, seed=1), randn(8, seed=2))),
+    "layer_norm-bias": (lambda x, b: ops.layer_norm(x, None, b), (randn(3, 8), randn(8, seed=1))),
+    "swiglu": (ops.swiglu, (randn(3, 8), randn(3, 8, seed=1))),
+    "geglu": (lambda a, b: ops.geglu(a, b, approximate="tanh"), (randn(3, 8), randn(3, 8, seed=1))),
+    "softmax": (lambda x: ops.softmax(x, 0), (randn(3, 8),)),
+    "log_softmax": (ops.log_softmax, (randn(3, 8, dtype=torch.bfloat16),)),
+    "rope": (
+        lambda q, k, c, s: ops.rope(q, k, c, s),
+        (randn(2, 3, 2, 8), randn(2, 3, 1, 8, seed=1), randn(4, 8, seed=2), randn(4, 8, seed=3)),
+    ),
+    "group_norm": (
+        lambda x, w, b: UNPLANNED.group_norm(x, w, b, G=3, eps=1e-3),
+        (randn(2, 6, 5), randn(6, seed=1), randn(6, seed=2)),
+    ),
+    "standardize": (UNPLANNED.standardize, (randn(3, 9),)),
+    "pick": (lambda x, t: UNPLANNED.pick(x, t), (randn(2, 3, 9), torch.tensor([[0, 8, 1], [3, 3, 2]]))),
+    "row_and_column_sums": (UNPLANNED.row_and_column_sums, (randn(2, 6, 5),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_op_forward_and_backward(name: str) -> None:
+    f, tensors = CASES[name]
+    both(lambda *t: f(*t), compiled(lambda *t: f(*t)), *tensors)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_the_backend_is_chosen_while_tracing(backend: str) -> None:
+    if not {s.name: s for s in kgen.backends("cpu")}[backend].available:
+        pytest.skip("the backend cannot run here")
+    f = compiled(lambda x: ops.softmax(x))
+    x, g = randn(3, 8).requires_grad_(), randn(3, 8, seed=1)
+    with kgen.backend(backend):
+        f(x)
+    with events.launches() as seen:
+        f(x).backward(g)
+    assert len(seen) == 2
+    assert all(e.executor.startswith(backend) for e in seen)
+
+
+def test_frozen_inputs_are_not_differentiated() -> None:
+    f = compiled(lambda x, w: ops.rms_norm(x, w))
+    x, w = randn(3, 8).requires_grad_(), randn(8, seed=1)
+    f(x, w).backward(randn(3, 8, seed=2))
+    assert x.grad is not None and w.grad is None
+    with torch.no_grad():
+        assert torch.equal(f(x, w), ops.rms_norm(x, w))
+    assert not f(x.detach(), w).requires_grad
+
+
+def test_kernels_that_write_given_tensors() -> None:
+    def update(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        UNPLANNED.adamw_(p, g * 2, m, v, lr=0.1)
+        return p + 1
+
+    eager = [randn(7), randn(7, seed=1), randn(7, seed=2), randn(7, seed=3).square()]
+    traced = [t.clone() for t in eager]
+    assert torch.equal(update(*eager), compiled(update)(*traced))
+    for a, b in zip(eager, traced, strict=True):
+        assert torch.equal(a, b)
+
+    def into(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        ops.softmax(x * 2, out=out)
+        return out.clone()
+
+    x, out = randn(3, 8), torch.full((3, 8), torch.nan)
+    assert torch.equal(compiled(into)(x, out), ops.softmax(x * 2))
+    assert torch.equal(out, ops.softmax(x * 2))
+
+
+def test_what_cannot_be_derived_is_named_while_tracing() -> None:
+    f = compiled(lambda w, p, a, b: UNPLANNED.two_gathers(w, p, a, b))
+    words, places = randn(11, 4).requires_grad_(), randn(5, 4, seed=1)
+    at, place = torch.tensor([1, 1, 7]), torch.tensor([0, 4, 2], dtype=torch.int32)
+    with pytest.raises(Exception, match="K0503"):  # torch.compile wraps what is raised while it traces
+        f(words, places, at, place)
+    assert torch.equal(f(words.detach(), places, at, place), UNPLANNED.two_gathers(words.detach(), places, at, place))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ with g++")
+def test_inductor() -> None:
+    torch.manual_seed(0)
+    module = Block(12)
+    x = randn(2, 5, 12)
+    for a, b in zip(steps(module, compiled(module, "inductor"), x), steps(module, module, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_opcheck() -> None:
+    from kgen.runtime import library
+
+    kernel = ops.functional._kernel("rms_norm", "rms_norm")
+    x, w = randn(2, 3, 8), randn(8, seed=1)
+    plain = getattr(torch.ops.kgen, library.define(kernel)).default
+    torch.library.opcheck(plain, (x, w, 1e-6, 0.0, False, "reference"))
+    torch.library.opcheck(plain, (x, None, 1e-6, 0.0, False, "reference"))
+    values = [x.requires_grad_(), w.requires_grad_(), 1e-6, 0.0, False]
+    name = library.define_training(autograd.training(kernel, values, (0, 1)))
+    torch.library.opcheck(getattr(torch.ops.kgen, name).default, (x, w, 1e-6, 0.0, "reference"))
+    mutating = getattr(torch.ops.kgen, library.define(UNPLANNED.scale_)).default
+    torch.library.opcheck(mutating, (randn(3, 4), 1.5, "reference"))
+
+
+def test_names_of_operators_tell_files_apart() -> None:
+    from kgen.runtime import library
+
+    text = "kernel f(x: T[*M]) -> (y: T[*M]):\n    parallel m in M\n    y[m] = x[m] * {}\n"
+    one, same, other = (kgen.loads(text.format(k), "a b-c.kdsl").f for k in ("2.0", "2.0", "3.0"))
+    assert library.define(one) == library.define(same) != library.define(other)
+    assert library.define(one).startswith("a_b_c_f_")
+    x = randn(5)
+    assert torch.equal(compiled(lambda x: one(x))(x), 2 * x)
+    assert torch.equal(compiled(lambda x: other(x))(x), 3 * x)
