@@ -1,0 +1,252 @@
+"""The values of gradients on every executor: shipped ops, unplanned kernels, layouts. `autograd_kit` says how they are
+judged."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from autograd_kit import BACKENDS, UNPLANNED, available, check, leaf, packaged, randn, rms_formula, wanted, worst
+from unplanned_cases import CASES, Case
+
+import kgen
+from kgen import ops
+from kgen.runtime import autograd
+from kgen.runtime.kernel import Kernel
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that can run on this machine's CPU."""
+    reason = available(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+# ---- shipped ops -----------------------------------------------------------------------------------------------------
+
+
+def _ln(x, w=None, b=None):
+    width = (x.shape[-1],)
+    return F.layer_norm(x, width, w, b, 1e-5)
+
+
+def _rope(q, k, cos, sin, interleaved=False):
+    def turn(x):
+        r = cos.shape[-1]
+        c, s = cos[None, : x.shape[1], None], sin[None, : x.shape[1], None]
+        lo, hi = (x[..., 0:r:2], x[..., 1:r:2]) if interleaved else (x[..., : r // 2], x[..., r // 2 : r])
+        half = r // 2
+        at = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
+        if interleaved:
+            a, b = lo * c[..., at[0]] - hi * s[..., at[0]], hi * c[..., at[0]] + lo * s[..., at[0]]
+            rotated = torch.stack([a, b], -1).flatten(-2)
+        else:
+            rotated = torch.cat([lo * c[..., at[0]] - hi * s[..., at[0]], hi * c[..., at[1]] + lo * s[..., at[1]]], -1)
+        return torch.cat([rotated, x[..., r:]], -1)
+
+    return turn(q), turn(k)
+
+
+SHIPPED: dict[str, tuple[Kernel, Callable[[int, torch.dtype], dict[str, Any]], Callable[..., Any]]] = {
+    "rms_norm": (
+        packaged("rms_norm", "rms_norm"),
+        lambda n, d: {"x": randn(3, n, dtype=d), "w": randn(n, seed=1)},
+        rms_formula,
+    ),
+    "rms_norm-gemma": (
+        packaged("rms_norm", "rms_norm"),
+        lambda n, d: {"x": randn(3, n, dtype=d), "w": randn(n, dtype=d, seed=1), "offset": 1.0},
+        rms_formula,
+    ),
+    "rms_norm-llama": (
+        packaged("rms_norm", "rms_norm"),
+        lambda n, d: {"x": randn(3, n), "w": randn(n, seed=1), "round_first": True},
+        rms_formula,
+    ),
+    "rms_norm-plain": (packaged("rms_norm", "rms_norm"), lambda n, d: {"x": randn(2, 2, n, dtype=d)}, rms_formula),
+    "layer_norm": (
+        packaged("layer_norm", "layer_norm"),
+        lambda n, d: {"x": randn(4, n, dtype=d), "w": randn(n, seed=1), "b": randn(n, seed=2)},
+        _ln,
+    ),
+    "layer_norm-weight": (
+        packaged("layer_norm", "layer_norm"),
+        lambda n, d: {"x": randn(4, n, dtype=d), "w": randn(n, seed=1)},
+        _ln,
+    ),
+    "swiglu": (
+        packaged("swiglu", "swiglu"),
+        lambda n, d: {"gate": randn(3, n, dtype=d), "up": randn(3, n, dtype=d, seed=1)},
+        lambda gate, up: F.silu(gate) * up,
+    ),
+    "geglu": (
+        packaged("swiglu", "geglu"),
+        lambda n, d: {"gate": randn(3, n, dtype=d), "up": randn(3, n, dtype=d, seed=1)},
+        lambda gate, up: F.gelu(gate) * up,
+    ),
+    "geglu_tanh": (
+        packaged("swiglu", "geglu_tanh"),
+        lambda n, d: {"gate": randn(3, n, dtype=d), "up": randn(3, n, dtype=d, seed=1)},
+        lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    ),
+    "softmax": (packaged("softmax", "softmax"), lambda n, d: {"x": randn(3, n, dtype=d)}, lambda x: x.softmax(-1)),
+    "log_softmax": (
+        packaged("softmax", "log_softmax"),
+        lambda n, d: {"x": randn(3, n, dtype=d)},
+        lambda x: x.log_softmax(-1),
+    ),
+    "rope": (
+        packaged("rope", "rope"),
+        lambda n, d: {
+            "q": randn(2, 3, 2, 2 * n, dtype=d), "k": randn(2, 3, 1, 2 * n, dtype=d, seed=1),
+            "cos": randn(5, 2 * n, seed=2), "sin": randn(5, 2 * n, seed=3),
+        },
+        _rope,
+    ),
+    "rope-interleaved": (
+        packaged("rope", "rope"),
+        lambda n, d: {
+            "q": randn(2, 3, 2, 2 * n + 3, dtype=d), "k": randn(2, 3, 1, 2 * n + 3, dtype=d, seed=1),
+            "cos": randn(5, 2 * n, seed=2), "sin": randn(5, 2 * n, seed=3), "interleaved": True,
+        },
+        _rope,
+    ),
+}  # fmt: skip
+
+
+# Tables whose even and odd columns are read one by one: their gradient is not derived (K0505).
+CONSTANT = {"rope-interleaved": ("cos", "sin")}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_kernels_in_f32(name: str, backend: str) -> None:
+    kernel, make, formula = SHIPPED[name]
+    # g++ takes a second for each variant. Rows of one and two elements are left out: their gradients cancel.
+    for n in (33,) if backend == "cuda" else (7, 33, 64):
+        check(kernel, make(n, torch.float32), formula, backend, CONSTANT.get(name, ()))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_kernels_in_bf16(name: str) -> None:
+    kernel, make, formula = SHIPPED[name]
+    check(kernel, make(33, torch.bfloat16), formula, "triton", CONSTANT.get(name, ()))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_kernels_pass_gradcheck(name: str) -> None:
+    kernel, make, _ = SHIPPED[name]
+    arguments = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in make(3, torch.float64).items()}
+    tensors = {n: arguments[n].requires_grad_() for n in wanted(arguments, CONSTANT.get(name, ()))}
+    rest = {n: v for n, v in arguments.items() if n not in tensors}
+
+    def run(*given: torch.Tensor) -> Any:
+        known: dict[str, Any] = dict(zip(tensors, given, strict=True)) | rest
+        return kernel(**known, backend="reference")
+
+    assert torch.autograd.gradcheck(run, tuple(tensors.values()))
+
+
+def test_softmax_along_another_dimension() -> None:
+    x, g = leaf(3, 5, 4), randn(3, 5, 4, seed=9)
+    y = ops.softmax(x, 1)
+    assert y.stride() == x.stride()
+    (got,) = torch.autograd.grad(y, x, g)
+    xd = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(xd.softmax(1), xd, g.double())
+    assert worst(got, expected, 5) <= 1.0
+
+
+# ---- unplanned kernels -----------------------------------------------------------------------------------------------
+
+# Several programs may read one row of a table: not derived (K0503).
+DIFFERENTIABLE = [c for c in CASES if c.differentiable and c.kernel != "two_gathers"]
+HANDFUL = ("group_norm", "standardize", "kl_rows", "pick", "bilinear", "row_and_column_sums", "template")
+
+
+def _fits(case: Case) -> bool:
+    return torch.float32 in case.dtypes
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=f"{i}-{c.kernel}") for i, c in enumerate(DIFFERENTIABLE) if _fits(c)]
+)
+def test_unplanned_kernels(case: Case) -> None:
+    size = case.sizes[min(2, len(case.sizes) - 1)]
+    arguments = case.make(*size, torch.float32, torch.Generator().manual_seed(1))
+    check(UNPLANNED[case.kernel], arguments, case.formula, "reference")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.kernel) for c in DIFFERENTIABLE if c.kernel in HANDFUL])
+def test_a_handful_on_the_other_executors(case: Case, backend: str) -> None:
+    arguments = case.make(*case.sizes[-1], torch.float32, torch.Generator().manual_seed(1))
+    check(UNPLANNED[case.kernel], arguments, case.formula, backend)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "transposed": lambda t: t.t().contiguous().t(),
+    "sliced": lambda t: torch.cat([t, t], -1)[:, : t.shape[1]],
+    "odd offset": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
+    "expanded rows": lambda t: t[:1].expand(t.shape),
+    "expanded": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("of_x", ["contiguous", "transposed", "expanded rows"])
+@pytest.mark.parametrize("of_g", LAYOUTS)
+def test_layouts_of_inputs_and_gradients(of_x: str, of_g: str, backend: str) -> None:
+    x, w, g = LAYOUTS[of_x](randn(4, 33)), randn(33, seed=1), LAYOUTS[of_g](randn(4, 33, seed=2))
+    xs, ws = x.requires_grad_(), w.requires_grad_()
+    xd, wd = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    before = g.clone()
+    got = torch.autograd.grad(ops.rms_norm(xs, ws, backend=backend), (xs, ws), g)
+    expected = torch.autograd.grad(rms_formula(xd, wd), (xd, wd), g.double())
+    for a, b in zip(got, expected, strict=True):
+        assert worst(a, b, 33) <= 1.0
+    assert torch.equal(g, before)
+
+
+def test_the_gradient_of_a_mean_is_expanded(backend: str) -> None:
+    x, u = leaf(3, 20), leaf(3, 20, seed=1)
+    ops.swiglu(x, u, backend=backend).mean().backward()
+    xd, ud = x.detach().double().requires_grad_(), u.detach().double().requires_grad_()
+    (F.silu(xd) * ud).mean().backward()
+    for a, b in ((x, xd), (u, ud)):
+        assert a.grad is not None and b.grad is not None
+        assert worst(a.grad, b.grad, 20) <= 1.0
+
+
+# ---- the tests can fail ----------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_term_is_far_outside_the_bound() -> None:
+    kernel = load_fresh("rms_norm")
+    x, w, g = leaf(4, 33), leaf(33, seed=1), randn(4, 33, seed=2)
+    xd, wd = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    expected = torch.autograd.grad(rms_formula(xd, wd), (xd, wd), g.double())
+    right = torch.autograd.grad(kernel(x, w), (x, w), g)
+    assert all(worst(a, e, 33) <= 0.5 for a, e in zip(right, expected, strict=True))
+    t = autograd.training(kernel, [x, w, 1e-6, 0.0, False], (0, 1))
+    text = t.derived.backward_text
+    broken = text.replace("saved_r[m] * t - t_2", "saved_r[m] * t").replace("(x[m, n] * saved_r[m])", "x[m, n]")
+    assert broken != text
+    wrong = kgen.loads(broken)["rms_norm_backward"]
+    object.__setattr__(t, "backward", wrong)
+    for a, e in zip(torch.autograd.grad(kernel(x, w), (x, w), g), expected, strict=True):
+        assert worst(a, e, 33) > 5.0
+
+
+def load_fresh(name: str) -> Kernel:
+    """A shipped kernel that shares nothing with the one that other tests use."""
+    folder = Path(inspect.getfile(ops)).parent
+    return kgen.load(folder / f"{name}.kdsl")[name]
