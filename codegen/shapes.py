@@ -46,7 +46,8 @@ def bind_dims(kernel: ir.Kernel, shapes: Mapping[str, Sequence[int]]) -> dict[st
 
     `shapes` holds the shape of every `in` and `inout` tensor; those of `out` tensors may be given and are then checked.
     A starred dimension is the product of the leading dimensions behind it. A dimension is taken from where it stands
-    alone (`N`) or in a linear form (`2*N + 1`); other shapes (`D // 2`) are only checked.
+    alone (`N`) or in a linear form (`2*N + 1`); other shapes (`D // 2`) are only checked. Sizes may be torch's symbolic
+    integers, and dimensions are then too.
 
     Raises ShapeError naming the argument with the expected and the found shape: an absent or unknown argument, a wrong
     rank, sizes that disagree, leading dimensions that differ, a `require` that is not met, a dimension that no

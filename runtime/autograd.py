@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,12 +53,12 @@ class Training:
     arguments: tuple[Place, ...]
     gradients: dict[int, int]
 
-    @property
+    @cached_property
     def reached(self) -> frozenset[int]:
         """The outputs whose gradients the backward kernel reads; all others carry none."""
         return frozenset(i for where, i in self.arguments if where == "cotangent")
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[int, ...]:
         """The parameters of the original kernel whose numbers the backward kernel reads."""
         return tuple(i for where, i in self.arguments if where == "scalar")
@@ -185,7 +186,8 @@ def record(
 ) -> Any:
     """Call `kernel` so that its outputs carry the gradients of the parameters `wanted`; see `Kernel.__call__`."""
     t = training(kernel, values, wanted)
-    results = cast(Any, _Call).apply(t, choice, like, *values)
+    function = _TransformedCall if torch._C._are_functorch_transforms_active() else _Call
+    results = cast(Any, function).apply(t, choice, like, *values)
     return results[0] if t.outputs == 1 else tuple(results[: t.outputs])
 
 
@@ -205,9 +207,25 @@ class _Call(torch.autograd.Function):
     """The training form of one kernel call."""
 
     @staticmethod
+    def forward(ctx: Any, t: Training, choice: str, like: Sequence[torch.Tensor] | None, *values: Any) -> Any:
+        results = _run_forward(t, choice, like, values)
+        ctx.training, ctx.choice = t, choice
+        keep(ctx, t, values, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        t: Training = ctx.training
+        found = gradients(ctx, t, grads, lambda arguments: _run_backward(t, ctx.choice, arguments))
+        return (None, None, None, *(found.get(i) for i in range(len(ctx.needs_input_grad) - 3)))
+
+
+class _TransformedCall(_Call):
+    """The same in the form that torch.func takes, which costs some 20 us more a call."""
+
+    @staticmethod
     def forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, *values: Any) -> Any:
-        out = t.forward(*(values[i] for i in t.inputs), backend=choice, like=like)
-        return out if isinstance(out, tuple) else (out,)
+        return _run_forward(t, choice, like, values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -219,11 +237,10 @@ class _Call(torch.autograd.Function):
     def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
         raise ArgumentError(f"{t.kernel.name}: vmap does not reach into a kernel; pass tensors with a batch dimension")
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        t: Training = ctx.training
-        found = gradients(ctx, t, grads, lambda arguments: _run_backward(t, ctx.choice, arguments))
-        return (None, None, None, *(found.get(i) for i in range(len(ctx.needs_input_grad) - 3)))
+
+def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, values: Sequence[Any]) -> Any:
+    results = t.forward(*(values[i] for i in t.inputs), backend=choice, like=like)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _run_backward(t: Training, choice: str, arguments: list[Any]) -> Any:
