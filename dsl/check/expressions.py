@@ -208,7 +208,7 @@ class Expressions:
         if name in CALLABLE_OPS:
             self._arity(e, CALLABLE_OPS[name].arity)
             return self._apply(name, [self.expr(a, env) for a in e.args], e.span)
-        known = [*self.scope.functions, *REDUCTIONS, *COMPOSITE_REDUCTIONS, *CALLABLE_OPS, *DTYPES]
+        known = [*self.scope.functions, *CALLABLE_OPS, *COMPOSITE_REDUCTIONS, *REDUCTIONS, *DTYPES]
         raise self.fail("K0202", f"unknown function '{name}'", e.func_span, suggestion(name, known))
 
     def _arity(self, e: ast.Call, expected: int) -> None:
@@ -469,7 +469,7 @@ def suggestion(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     if near:
         return f"did you mean '{near[0]}'?"
-    shown = ", ".join(list(known)[:12])
+    shown = ", ".join(list(known)[:12]) + (", ..." if len(known) > 12 else "")
     return f"known here: {shown}" if shown else ""
 
 

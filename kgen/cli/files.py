@@ -21,7 +21,8 @@ def sources(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*.kdsl") if not any(part.startswith(".") for part in p.parts[1:]))
+            below = ((p, p.relative_to(path).parts) for p in path.rglob("*.kdsl"))
+            inside = sorted(p for p, parts in below if not any(part.startswith(".") for part in parts))
             if not inside:
                 raise UsageError(f"there is no .kdsl file in {path}")
             found |= dict.fromkeys(inside)

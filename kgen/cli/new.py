@@ -59,8 +59,10 @@ def new(
 
     path = Path(name if name.endswith(".kdsl") else f"{name}.kdsl")
     kernel = path.stem
-    if not kernel.isidentifier() or not kernel.isascii() or keyword.iskeyword(kernel):
+    if not kernel.isidentifier() or not kernel.isascii():
         raise UsageError(f"'{kernel}' cannot name a kernel: use letters, digits and _, and begin with a letter")
+    if keyword.iskeyword(kernel):
+        raise UsageError(f"'{kernel}' could not be written after a dot in Python; take another name")
     text = (_ROW if kind is Kind.row else _ELEMENTWISE).format(name=kernel)
     try:
         parse_text(text, str(path))
@@ -77,6 +79,5 @@ def new(
     console.print(f"wrote {path}. Next:", markup=False)
     console.print(f"  kgen check {path}", markup=False)
     console.print(f"  kgen show {path} --stage cuda,triton", markup=False)
-    console.print(
-        f'  python -c "import kgen; k = kgen.load({str(path)!r}); print(k.{kernel}.signature.params)"', markup=False
-    )
+    console.print(f"  kgen diff {path}", markup=False)
+    console.print(f"and from Python: kgen.load({str(path)!r}).{kernel}(...)", markup=False)
