@@ -129,7 +129,10 @@ SHIPPED: tuple[tuple[str, str, dict[str, Any], Callable[..., Any], frozenset[str
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("file", "name", "arguments", "formula", "wanted"), SHIPPED, ids=lambda v: str(v)[:20])
+_SHIPPED_IDS = [f"{case[1]}-{i}" for i, case in enumerate(SHIPPED)]
+
+
+@pytest.mark.parametrize(("file", "name", "arguments", "formula", "wanted"), SHIPPED, ids=_SHIPPED_IDS)
 def test_every_shipped_kernel(file: str, name: str, arguments: dict[str, Any], formula: Any, wanted: Any) -> None:
     agree(formula, call(shipped(f"{file}.kdsl"), name, arguments), arguments, wanted)
 
