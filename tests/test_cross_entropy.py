@@ -338,6 +338,7 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(2, 1)])
 def test_a_scale_that_does_not_fit(scale: torch.Tensor) -> None:
-    for name in ("scale", "z_scale"):
-        with pytest.raises(kgen.ArgumentError, match=f"{name} .*one element a row"):
-            ops.cross_entropy_(X.clone(), T, **{name: scale})
+    with pytest.raises(kgen.ArgumentError, match=r"cross_entropy_: scale .*one element a row"):
+        ops.cross_entropy_(X.clone(), T, scale)
+    with pytest.raises(kgen.ArgumentError, match=r"z_scale .*one element a row"):
+        ops.cross_entropy_(X.clone(), T, z_scale=scale)

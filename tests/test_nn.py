@@ -18,7 +18,7 @@ import kgen
 from kgen import ops
 
 # f32 arithmetic over rows of some dozens: a hundred roundings of terms of size 1 to 10.
-CLOSE = {"rtol": 100 * 2.0**-24, "atol": 1000 * 2.0**-24}
+RTOL, ATOL = 100 * 2.0**-24, 1000 * 2.0**-24
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -63,11 +63,11 @@ def test_norms_are_torchs(name: str, args: tuple[Any, ...], kwargs: dict[str, An
     mine.load_state_dict(theirs.state_dict())
     shape = (2, 3, 4, 6) if isinstance(args[0], list | tuple) else (2, 3, 24)
     double = copy.deepcopy(theirs).double()
-    double.eps = torch.finfo(torch.float32).eps if theirs.eps is None else theirs.eps
+    setattr(double, "eps", torch.finfo(torch.float32).eps if theirs.eps is None else theirs.eps)  # noqa: B010 a Module
     expected = outcome(double, randn(*shape).double())
     assert len(expected) == 2 + len(list(mine.parameters()))
     for a, b in zip(outcome(mine, randn(*shape)), expected, strict=True):
-        torch.testing.assert_close(a.double(), b, **CLOSE)
+        torch.testing.assert_close(a.double(), b, rtol=RTOL, atol=ATOL)
     # And the other way.
     back = getattr(nn, name)(*args, **kwargs)
     back.load_state_dict(mine.state_dict())
@@ -132,7 +132,7 @@ def test_gated_units(module: Any, formula: Any) -> None:
 
     gate, up = randn(2, 3, 10), randn(2, 3, 10, seed=1)
     for a, b in zip(outcome(module(), gate, up), outcome(Formula(), gate.double(), up.double()), strict=True):
-        torch.testing.assert_close(a.double(), b, **CLOSE)
+        torch.testing.assert_close(a.double(), b, rtol=RTOL, atol=ATOL)
     # One tensor: the gate is its first half.
     both = torch.cat([gate, up], -1)
     y, d = outcome(module(), both)
@@ -175,11 +175,11 @@ def test_rotary_embedding(interleaved: bool, positions: torch.Tensor | None) -> 
         y = rope(q, k, positions)[i]
         leaf = x.detach().double().requires_grad_()
         expected = rotated(leaf, where, 8, 500.0, interleaved)
-        torch.testing.assert_close(y.double(), expected, **CLOSE)
+        torch.testing.assert_close(y.double(), expected, rtol=RTOL, atol=ATOL)
         upstream = randn(*y.shape, seed=3)
         (mine,) = torch.autograd.grad(y, x, upstream)
         (theirs,) = torch.autograd.grad(expected, leaf, upstream.double())
-        torch.testing.assert_close(mine.double(), theirs, **CLOSE)
+        torch.testing.assert_close(mine.double(), theirs, rtol=RTOL, atol=ATOL)
     assert rope.max_position == (32 if positions is None else 301)
 
 
@@ -252,7 +252,7 @@ def test_cross_entropy_loss(kwargs: dict[str, Any]) -> None:
     target = torch.tensor([0, 2, 8, 4, -100 if mine.ignore_index == -100 else 2])
     expected = outcome(theirs, randn(5, 9).double(), target)
     for a, b in zip(outcome(mine, randn(5, 9), target), expected, strict=True):
-        torch.testing.assert_close(a.double(), b, **CLOSE)
+        torch.testing.assert_close(a.double(), b, rtol=RTOL, atol=ATOL)
     assert mine.state_dict().keys() == theirs.state_dict().keys()
     mine.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(mine.state_dict())
