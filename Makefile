@@ -26,13 +26,15 @@ help:
 
 venv: $(STAMP)
 
-# Built in place, stamped last: an interrupted install is simply done again.
+# Built in place, stamped last: an interrupted install is simply done again. In the mode `compat` the checkout is on the
+# path as it is; other editable modes lose to a folder called kgen in the current one, which a clone may well lie in.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11-3.13 found; install one or name it: make venv PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c '$(supported)' || { echo "error: PYTHON=$(PYTHON) is not Python 3.11-3.13" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cuda13,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--config-settings editable_mode=compat -e '.[dev,cuda13,plot]'
 	@touch $@
 
 demo: $(STAMP)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from kgen.codegen.derive import DERIVE_CODES
+from kgen.dsl.check import check_module
 from kgen.dsl.check.codes import CHECKER_CODES
 from kgen.dsl.codes import IMPORT_CODES, PARSER_CODES, Code
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.parser import parse_text
 from kgen.dsl.proofs.codes import PROOF_CODES
 
 PAGE = Path(__file__).with_name("errors.md")
@@ -17,12 +20,7 @@ Every mistake in a `.kdsl` file has a code. For each code this page has the smal
 file corrected. `kgen check` prints all mistakes of all files at once:
 
 ```
-error[K0203]: value still carries tile index 'n'
- --> norm.kdsl:5:5
-  |
-5 |     y[m] = x[m, n] * 2.0
-  |     ^^^^ indices {m, n}, but the target has {m}
-  = help: reduce it first, for example sum(x[m, n] * 2.0, n)
+{example}
 ```
 
 This page is made by `docs/make_errors.py` from the tables that the tests run."""
@@ -39,11 +37,19 @@ _WIDTH = 120
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD]
+    parts = [_HEAD.format(example=_example())]
     for title, codes in _SECTIONS:
         parts.append(f"## {title}")
         parts += [_entry(code) for code in sorted(codes, key=lambda c: c.code)]
     return "\n\n".join(parts) + "\n"
+
+
+def _example() -> str:
+    """What the terminal shows for one mistake."""
+    diagnostics = Diagnostics()
+    wrong = next(c.wrong for c in CHECKER_CODES if c.code == "K0203")
+    check_module(parse_text(wrong, "norm.kdsl"), diagnostics)
+    return diagnostics.items[0].render()
 
 
 def _entry(code: Code) -> str:

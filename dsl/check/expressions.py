@@ -79,7 +79,7 @@ class Expressions:
             return ir.Scalar(e.id, dtype.compute, e.span)
         if e.id in scope.tensors:
             rank = len(scope.tensors[e.id].shape)
-            subs = ", ".join(list(scope.axes)[:rank]) or "..."
+            subs = ", ".join(list(scope.axes)[:rank]) or ("..." if rank else "")
             raise self.fail("K0210", f"tensor '{e.id}' is used without a subscript", e.span, f"write {e.id}[{subs}]")
         if e.id in CONSTANTS:
             return ir.Const(CONSTANTS[e.id], F32, e.span)
