@@ -240,6 +240,13 @@ def has_memory(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is _PLAIN_DISPATCH
 
 
+def is_fake(value: object) -> bool:
+    """Whether `value` is a tensor that stands for the shape and dtype of one, as torch.export passes."""
+    from torch._subclasses.fake_tensor import FakeTensor  # only needed for what is no plain tensor
+
+    return isinstance(value, FakeTensor)
+
+
 _PLAIN_DISPATCH = getattr(torch.Tensor, "__torch_dispatch__", None)
 
 

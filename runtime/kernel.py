@@ -19,7 +19,7 @@ from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, si
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.runtime import autograd, events, registry
 from kgen.runtime.backends.base import Built, Executor
-from kgen.runtime.binding import Binder, examine, has_memory, scalar_converter
+from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
 from kgen.runtime.cache import CACHE
 from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.flight import SingleFlight
@@ -108,6 +108,10 @@ class Kernel:
         except (AttributeError, TypeError, RuntimeError, NotImplementedError):
             # Something among the arguments is no plain tensor. _prepare finds out what and says it.
             key, ready = None, None
+            if any(is_fake(values[i]) for i in self.tensor_at):
+                from kgen.runtime import library  # as above
+
+                return library.call(self, values, outs, choice)
         if ready is None:
             ready = self._prepare(values, outs, choice, like)
             if key is not None:

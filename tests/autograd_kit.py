@@ -49,7 +49,7 @@ def as_tuple(x: Any) -> tuple[Any, ...]:
 
 def seeds_for(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """A random gradient for each output."""
-    return [randn(*o.shape, dtype=o.dtype, seed=70 + i) for i, o in enumerate(outputs)]
+    return [randn(*o.shape, dtype=o.dtype, seed=70 + i).to(o.device) for i, o in enumerate(outputs)]
 
 
 def worst(actual: torch.Tensor, expected: torch.Tensor, n: int) -> float:

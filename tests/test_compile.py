@@ -201,6 +201,17 @@ def test_inductor() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_export() -> None:
+    torch.manual_seed(0)
+    module, x = Block(12), randn(4, 5, 12)
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: rows},))
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert sum(t.startswith("kgen.") for t in targets) == 4
+    other = randn(7, 5, 12, seed=1)
+    torch.testing.assert_close(program.module()(other), module(other))
+
+
 def test_opcheck() -> None:
     from kgen.runtime import library
 

@@ -257,14 +257,21 @@ def test_calls_without_work(m: kgen.KernelModule, backend: str) -> None:
 
 
 def test_subclasses_without_memory_are_refused(m: kgen.KernelModule) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     m.scale(X, a=1.0)  # what is remembered of a plain tensor must not serve others
-    with FakeTensorMode(), pytest.raises(kgen.ArgumentError, match="no memory of its own"):
-        m.scale(torch.empty(2, 3), a=1.0)
     with pytest.raises(kgen.ArgumentError, match="no memory of its own"):
         torch.func.vmap(lambda x: m.scale(x, a=1.0))(X)
     assert torch.equal(m.scale(torch.nn.Parameter(X), a=0.5), X)
+
+
+def test_fake_tensors_give_fake_results(m: kgen.KernelModule) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    m.scale(X, a=1.0)  # what is remembered of a plain tensor must not serve others
+    with FakeTensorMode():
+        y = m.scale(torch.empty(2, 3), a=1.0)
+        lo, hi = m.halves(torch.empty(2, 6))
+    assert isinstance(y, FakeTensor) and y.shape == (2, 3)
+    assert isinstance(lo, FakeTensor) and lo.shape == hi.shape == (2, 3)
 
 
 def test_a_checked_call_names_line_and_value(m: kgen.KernelModule) -> None:
