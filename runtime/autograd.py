@@ -68,8 +68,9 @@ def requiring(kernel: Kernel, values: Sequence[Any]) -> tuple[int, ...]:
     """The parameters among `values` that ask for a gradient; none for a kernel whose outputs cannot carry one."""
     if not kernel.has_float_output:
         return ()
-    # What is no tensor is refused later, in words.
-    return tuple(i for i in kernel.tensor_at if (t := values[i]) is not None and getattr(t, "requires_grad", False))
+    # What is no tensor is refused later, in words. A list, as this is on the path of every call outside no_grad.
+    wanted = [i for i in kernel.tensor_at if getattr(values[i], "requires_grad", False)]
+    return tuple(wanted) if wanted else ()
 
 
 def training(kernel: Kernel, values: Sequence[Any], wanted: tuple[int, ...]) -> Training:

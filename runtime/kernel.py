@@ -83,6 +83,7 @@ class Kernel:
         like: tensors of the shapes of the outputs; new ones are laid out in memory as `torch.empty_like` of them. Under
             torch.compile results are contiguous.
         check: first run the reference on the same arguments and raise CheckError at the first gather out of range.
+            Not under torch.compile.
 
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run,
         DeriveError where a gradient is needed that cannot be derived (not under `torch.no_grad()`).
