@@ -187,6 +187,18 @@ def test_edges_of_logits(backend: str) -> None:
     assert torch.equal(expected.isfinite(), torch.tensor([False, False, False, False, False, True, True]))
 
 
+def test_a_shift_of_a_row_changes_nothing(backend: str) -> None:
+    logits, target = (randn(4, 33) * 256).round() / 256, labels(4, 33)
+    shifted = logits + 2.0**14  # exact, as logits are multiples of 2**-8; logsumexp would be off by 2**-10
+    for smoothing in (0.0, 0.1):
+        rows = [x.clone() for x in (logits, shifted)]
+        losses = [ops.cross_entropy_(x, target, label_smoothing=smoothing, backend=backend) for x in rows]
+        assert torch.equal(losses[0], losses[1])
+        assert torch.equal(rows[0], rows[1])
+    losses = [ops.cross_entropy(x, target, reduction="none", backend=backend) for x in (logits, shifted)]
+    assert torch.equal(losses[0], losses[1])
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("bad", [9, 14, -1, 2**31 + 3, 2**32 + 1, -(2**63)])
 def test_a_label_out_of_range_makes_its_row_nan(backend: str, bad: int, weighted: bool) -> None:
