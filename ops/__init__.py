@@ -1,9 +1,10 @@
 """The shipped ops as functions of torch tensors. The kernels behind them are the `.kdsl` files in this folder.
 
 Every function takes tensors with any strides on a CPU or CUDA device, launches on torch's current stream, never
-modifies an input (but `cross_entropy_` its logits), and takes `backend=` (`cuda`, `triton`, `reference`, `auto`) and `out=` like a kernel that
-`kgen.load` gives. All raise `kgen.KgenError` for an argument that does not fit. Results carry the gradients of every
-tensor argument that requires grad, except with `out=`; torch.compile takes them without a graph break.
+modifies an input (but `cross_entropy_` its logits), and takes `backend=` (`cuda`, `triton`, `reference`, `auto`) like a
+kernel that `kgen.load` gives; most take `out=`. All raise `kgen.KgenError` for an argument that does not fit. Results
+carry the gradients of every tensor argument that requires grad, except with `out=`; torch.compile takes them without a
+graph break.
 """
 
 from kgen.ops.functional import (
