@@ -298,7 +298,7 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         block = _block(kernel, {**whole, **chunks})
-        if block * held_too <= ladders.TRITON_WHOLE:
+        if block * held_too <= ladders.TRITON_WHOLE and _warps_hold(kernel, block):
             break
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
         chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
@@ -308,6 +308,20 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
     warps = ladders.TRITON_WARPS[block * rows * held_too]
     return Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name="looped" if chunks else "row")
+
+
+def _warps_hold(kernel: ir.Kernel, block: int) -> bool:
+    """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps."""
+    tiles = {a.name for a in kernel.tiles}
+    total = 0.0
+    for s in kernel.body:
+        if isinstance(s, ir.Let) and s.value.axes & tiles and not isinstance(s.value, ir.Reduce):
+            words = s.value.dtype.itemsize / 4
+            if isinstance(s.value, ir.Load):
+                words = kernel.tensor(s.value.tensor).dtype.itemsize / 4
+                words *= 1.5 if words >= 1 else 1
+            total += words
+    return total * block <= ladders.TRITON_TILES * ladders.TRITON_WHOLE
 
 
 def _block(kernel: ir.Kernel, extents: dict[str, int]) -> int:

@@ -71,6 +71,10 @@ TRITON_FINISH_ROWS = 4
 # three passes in chunks (52-64 % of a copy) beat one block.
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 TRITON_WHOLE = 32 << 10
+# Of a block of 32K elements on 16 warps, what a thread can hold: tiles an element, a value of 32 bits counting 1, a
+# load of 16 bits 1/2 (it stays packed) and one of 32 bits 3/2 (it is there twice while it is masked). At 2.5
+# (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
+TRITON_TILES = 2.5
 TRITON_CHUNK = 8 << 10
 TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K spills at 16 warps
 TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block

@@ -134,8 +134,8 @@ class _Emitter:
         ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()
         outside = dict(ctx.holders)
         ctx.lines.span = None
-        if ctx.scheduled.sums is not None:
-            ctx.lines.add("#pragma unroll 1")  # chunks side by side would take the registers of the sums
+        # The vectors of one chunk are the loads in flight; NVRTC unrolls short loops whole, until registers spill.
+        ctx.lines.add("#pragma unroll 1")
         with ctx.block(f"for (int {chunk} = 0; {chunk} < {extent}; {chunk} += {by})"):
             with ctx.capture() as inner:
                 if self._body(step.body, escaping, accumulators):

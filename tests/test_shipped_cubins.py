@@ -1,0 +1,48 @@
+"""The machine code of every shipped kernel for sm_90: nothing spills, and aligned rows move 16 bytes at a time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kgen.dsl import ast
+from kgen.dsl.modules import load
+from kgen.runtime.ahead import Choices, binary, target
+
+OPS = Path(__file__).resolve().parent.parent / "ops"
+KERNELS = [(path.name, kernel.name) for path in sorted(OPS.glob("*.kdsl")) for kernel in load(path).module.kernels]
+
+
+def kernel_of(file: str, name: str) -> tuple[ast.Module, ast.Kernel]:
+    """A shipped kernel."""
+    module = load(OPS / file).module
+    return module, next(k for k in module.kernels if k.name == name)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize(("file", "name"), KERNELS)
+def test_at_example_sizes(file: str, name: str, dtype: str, backend: str) -> None:
+    module, kernel = kernel_of(file, name)
+    compiled = target(module, kernel, Choices(dtype=dtype))
+    program = compiled.program(backend)
+    for part in (program, *program.then):
+        made = binary(compiled, part, "sm_90")
+        assert made.resources.local_bytes == 0, made.resources
+        assert "LDL" not in made.sass
+    sass = binary(compiled, program, "sm_90").sass
+    assert re.search(r"LDG\.E\.(\w+\.)*128", sass), "rows that are aligned are read 16 bytes at a time"
+    stores_rows = any(len(t.shape) > 1 for t in compiled.kernel.tensors if t.role != "in")
+    assert not stores_rows or re.search(r"STG\.E\.(\w+\.)*128", sass)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("width", [1, 2, 3, 17, 64, 127, 1000, 1024, 1025, 8192, 32000, 65536, 65537, 131072])
+def test_norms_and_softmax_at_any_width(width: int, backend: str) -> None:
+    for file, name in (("rms_norm.kdsl", "rms_norm"), ("layer_norm.kdsl", "layer_norm"), ("softmax.kdsl", "softmax")):
+        module, kernel = kernel_of(file, name)
+        compiled = target(module, kernel, Choices(dims={"N": width}, dtype="bf16"))
+        made = binary(compiled, compiled.program(backend), "sm_90")
+        assert made.resources.local_bytes == 0, f"{name}: {made.resources}"
