@@ -2,6 +2,8 @@
 
 import pytest
 
+BACKENDS = ("reference", "cuda", "triton")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where torch sees no CUDA device."""
@@ -14,3 +16,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is false")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that can run on this machine's CPU, by name."""
+    import kgen
+
+    status = {s.name: s for s in kgen.backends("cpu")}[request.param]
+    if not status.available:
+        pytest.skip(status.reason or "")
+    return request.param

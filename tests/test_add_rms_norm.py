@@ -9,17 +9,6 @@ import torch.nn.functional as F
 import kgen
 from kgen import ops
 
-BACKENDS = ("reference", "cuda", "triton")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that can run on this machine's CPU."""
-    status = {s.name: s for s in kgen.backends("cpu")}[request.param]
-    if not status.available:
-        pytest.skip(status.reason or "")
-    return request.param
-
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Normal values, the same for the same shape and seed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_kit import BACKENDS, UNPLANNED, available, leaf, packaged, randn, worst
+from autograd_kit import UNPLANNED, leaf, packaged, randn, worst
 from torch.utils.checkpoint import checkpoint
 
 import kgen
@@ -13,16 +13,6 @@ from kgen import ops
 from kgen.codegen.derive import DeriveError
 from kgen.dsl.check import TensorParam
 from kgen.runtime import autograd, events
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that can run on this machine's CPU."""
-    reason = available(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
-
 
 # ---- which gradients -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import kgen
 from kgen.cli import app
+from kgen.dsl.parser import parse_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RMS_NORM = ROOT / "ops" / "rms_norm.kdsl"
@@ -345,3 +346,13 @@ def test_the_page_of_errors_is_current() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text("utf-8") == module.page(), "run python docs/make_errors.py"
+
+
+def test_show_gives_the_derived_kernels() -> None:
+    code, out, err = run("show", RMS_NORM, "--stage", "training,backward", "--json")
+    assert (code, err) == (0, "")
+    texts = json.loads(out)
+    assert list(texts) == ["training", "backward"]
+    assert "d_w[n] +=" in texts["backward"]
+    for text in texts.values():
+        parse_text(text)  # it can be pasted and edited

@@ -19,18 +19,8 @@ from derive_kit import call, derived_of, shipped
 import kgen
 from kgen import ops
 
-BACKENDS = ("reference", "cuda", "triton")
 F32 = 2.0**-24
 HALF_UNIT = {torch.float32: F32, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that can run on this machine's CPU."""
-    status = {s.name: s for s in kgen.backends("cpu")}[request.param]
-    if not status.available:
-        pytest.skip(status.reason or "")
-    return request.param
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -11,23 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autograd_kit import BACKENDS, UNPLANNED, available, check, leaf, packaged, randn, rms_formula, wanted, worst
+from autograd_kit import UNPLANNED, check, leaf, packaged, randn, rms_formula, wanted, worst
 from unplanned_cases import CASES, Case
 
 import kgen
 from kgen import ops
 from kgen.runtime import autograd
 from kgen.runtime.kernel import Kernel
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that can run on this machine's CPU."""
-    reason = available(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return request.param
-
 
 # ---- shipped ops -----------------------------------------------------------------------------------------------------
 

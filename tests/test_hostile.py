@@ -7,18 +7,6 @@ import torch
 
 import kgen
 
-BACKENDS = ("reference", "cuda", "triton")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that can run on this machine's CPU."""
-    status = {s.name: s for s in kgen.backends("cpu")}[request.param]
-    if not status.available:
-        pytest.skip(status.reason or "")
-    return request.param
-
-
 _ROWS = "(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M\n"
 
 

@@ -13,19 +13,9 @@ import torch.nn.functional as F
 import kgen
 from kgen import ops
 
-BACKENDS = ("reference", "cuda", "triton")
 # Half a unit in the last place, relative: 2**-p for p significant bits.
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
 WIDTHS = (1, 2, 3, 7, 16, 17, 33, 64, 127, 1000, 1025)
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that can run on this machine's CPU."""
-    status = {s.name: s for s in kgen.backends("cpu")}[request.param]
-    if not status.available:
-        pytest.skip(status.reason or "")
-    return request.param
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kgen.dsl import ast
     from kgen.runtime.ahead import Choices, Target
 
-STAGES = ("source", "ast", "ir", "schedule", "cuda", "triton", "ptx", "sass")
+STAGES = ("source", "ast", "ir", "training", "backward", "schedule", "cuda", "triton", "ptx", "sass")
 _LEXERS = {"cuda": "cuda", "ptx": "ptx", "sass": "text"}  # the others read as Python
 # Two columns of generated code are readable from this width on.
 _WIDE = 160
@@ -50,6 +50,7 @@ def show(
     Examples:
         kgen show swiglu.kdsl:geglu --stage cuda,triton
         kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
+        kgen show rms_norm.kdsl --stage backward --dtype bf16
         kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
     """
     path, name = split_kernel(file)
@@ -96,6 +97,7 @@ def _texts(
     module: ast.Module, declared: ast.Kernel, stages: list[str], chosen: Choices, backend: str, arch: str
 ) -> dict[str, str]:
     from kgen.cli.ir_text import kernel_text, scheduled_text, tree_text
+    from kgen.codegen.derive import derive, differentiable
     from kgen.runtime.ahead import binary, target
 
     made: Target | None = None
@@ -110,6 +112,10 @@ def _texts(
         made = made or target(module, declared, chosen)
         if stage == "ir":
             texts[stage] = kernel_text(made.kernel)
+        elif stage in ("training", "backward"):
+            # The forward kernel that also saves what the backward one needs, and that: for every gradient there is.
+            derived = derive(made.kernel, differentiable(made.kernel))
+            texts[stage] = derived.forward_text if stage == "training" else derived.backward_text
         elif stage == "schedule":
             scheduled = made.scheduled(backend)
             texts[stage] = "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then))
