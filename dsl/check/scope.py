@@ -91,6 +91,7 @@ class Scope:
         self.failed: set[str] = set()  # names whose assignment was in error: their uses are not reported again
         self.body: list[ir.Stmt] = []
         self.requires: list[ir.Requirement] = []
+        self._last: dict[str, int] = {}  # the last number given to a hint
         self._taken = {*self.tensors, *self.scalars, *signature.dims}
 
     # -- dtypes, dimensions, constants -----------------------------------------------------------------------------
@@ -158,10 +159,13 @@ class Scope:
 
     def unique(self, hint: str) -> str:
         """`hint`, or `hint_2`, `hint_3`, ... if it is taken; the name is taken from now on."""
-        name, n = hint, 1
+        # Counting on from the last number of this hint keeps a name that is assigned thousands of times linear.
+        n = self._last.get(hint, 1)
+        name = hint if n == 1 else f"{hint}_{n}"
         while name in self._taken or name in self.axes:
             n += 1
             name = f"{hint}_{n}"
+        self._last[hint] = n
         self._taken.add(name)
         return name
 
