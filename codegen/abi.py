@@ -5,7 +5,7 @@ Both backends take the same list. Whatever the generated code has no use for is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -104,12 +104,12 @@ class _Uses:
     @staticmethod
     def of(kernel: ir.Kernel) -> _Uses:
         uses = _Uses()
-        for tensor, at in _accesses(kernel):
-            per_axis = uses.subscripts.setdefault(tensor, [[] for _ in at])
-            for axis, s in enumerate(at):
+        for access in ir.accesses(kernel.body):
+            per_axis = uses.subscripts.setdefault(access.tensor, [[] for _ in access.at])
+            for axis, s in enumerate(access.at):
                 per_axis[axis].append(s)
                 # A gathered subscript is compared with the extent that it must stay below.
-                uses.dims |= s.symbols if isinstance(s, Poly) else kernel.tensor(tensor).shape[axis].symbols
+                uses.dims |= s.symbols if isinstance(s, Poly) else kernel.tensor(access.tensor).shape[axis].symbols
         for s in kernel.body:
             for e in ir.walk(s.value):
                 if isinstance(e, ir.IndexValue):
@@ -117,12 +117,3 @@ class _Uses:
                 elif isinstance(e, ir.Scalar):
                     uses.scalars.add(e.name)
         return uses
-
-
-def _accesses(kernel: ir.Kernel) -> Iterator[tuple[str, tuple[Poly | ir.Expr, ...]]]:
-    for s in kernel.body:
-        for e in ir.walk(s.value):
-            if isinstance(e, ir.Load):
-                yield e.tensor, e.at
-        if not isinstance(s, ir.Let):
-            yield s.tensor, s.at

@@ -11,7 +11,7 @@ contiguous tensors thus has a single flat index.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kgen.dsl import ir
@@ -43,10 +43,10 @@ def candidates(kernel: ir.Kernel) -> tuple[tuple[str, str], ...]:
 def places(kernel: ir.Kernel, pair: tuple[str, str]) -> tuple[tuple[str, int], ...]:
     """For a candidate pair: the tensors that it subscripts, each with the dimension that the first index subscripts."""
     found: dict[str, int] = {}
-    for tensor, at in _accesses(kernel):
-        place = _place(at, pair[0], pair[1])
+    for access in ir.accesses(kernel.body):
+        place = _place(access.at, pair[0], pair[1])
         if place is not None:
-            found[tensor] = place
+            found[access.tensor] = place
     return tuple(found.items())
 
 
@@ -109,7 +109,8 @@ def _unique(name: str, taken: set[str]) -> str:
 def _mergeable(kernel: ir.Kernel, a: ir.Axis, b: ir.Axis) -> bool:
     place: dict[str, int] = {}
     touched: set[str] = set()
-    for name, at in _accesses(kernel):
+    for access in ir.accesses(kernel.body):
+        name, at = access.tensor, access.at
         symbols = frozenset[str]().union(*(s.symbols for s in at if isinstance(s, Poly)))
         if a.name not in symbols and b.name not in symbols:
             touched.add(name)
@@ -136,15 +137,6 @@ def _place(at: Sequence[Poly | ir.Expr], a: str, b: str) -> int | None:
         return None
     i = names.index(a)
     return i if i + 1 < len(names) and names[i + 1] == b else None
-
-
-def _accesses(kernel: ir.Kernel) -> Iterator[tuple[str, tuple[Poly | ir.Expr, ...]]]:
-    for s in kernel.body:
-        for e in ir.walk(s.value):
-            if isinstance(e, ir.Load):
-                yield e.tensor, e.at
-        if not isinstance(s, ir.Let):
-            yield s.tensor, s.at
 
 
 # ---- rewriting -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ no `inout` tensor is loaded after a store to it in program order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TypeGuard
 
@@ -258,6 +258,14 @@ def walk(e: Expr) -> Iterator[Expr]:
     for c in children(e):
         yield from walk(c)
     yield e
+
+
+def accesses(body: Iterable[Stmt]) -> Iterator[Load | Store | Accumulate]:
+    """Every load and store of some statements, in order: what a statement loads, then what it stores to."""
+    for s in body:
+        yield from (e for e in walk(s.value) if isinstance(e, Load))
+        if not isinstance(s, Let):
+            yield s
 
 
 def same(a: Expr, b: Expr) -> bool:

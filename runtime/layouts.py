@@ -220,13 +220,8 @@ def _inside(kernel: ir.Kernel) -> set[tuple[str, int]]:
     parallel = {a.name for a in kernel.parallel}
     tiles = {a.name for a in kernel.tiles}
     found: set[tuple[str, int]] = set()
-    for s in kernel.body:
-        at: list[tuple[str, tuple[Poly | ir.Expr, ...]]] = []
-        at += [(e.tensor, e.at) for e in ir.walk(s.value) if isinstance(e, ir.Load)]
-        if not isinstance(s, ir.Let):
-            at.append((s.tensor, s.at))
-        for name, subscripts in at:
-            for i, sub in enumerate(subscripts):
-                if isinstance(sub, Poly) and (sub.symbols & tiles or not sub.symbols & parallel):
-                    found.add((name, i))
+    for access in ir.accesses(kernel.body):
+        for i, sub in enumerate(access.at):
+            if isinstance(sub, Poly) and (sub.symbols & tiles or not sub.symbols & parallel):
+                found.add((access.tensor, i))
     return found

@@ -23,7 +23,6 @@ class KernelModule:
         self.__name__ = Path(module.path).stem
         self.__file__ = module.path
         self.__doc__ = module.doc
-        self._ast = module
         self._kernels = {k.name: Kernel(module, k.name) for k in module.kernels}
 
     def __getitem__(self, name: str) -> Kernel:

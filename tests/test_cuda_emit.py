@@ -8,47 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_kit import Call, agree, call, check, compiled, oracle, run
+from emit_kernels import GATE, GRID, NORM, PICK, SOFTMAX
 
 from kgen.codegen.cuda import host_source
 from kgen.codegen.cuda.reserved import RESERVED
 from kgen.codegen.schedule import Schedule
 from kgen.dsl.builtins import SCALAR_OPS
 from kgen.runtime.nvrtc import compile_cuda
-
-NORM = """kernel norm(x: T[*M, N], w: W[N], eps: f32 = 1e-6, offset: f32 = 0.0) -> (y: T[*M, N], r: f32[*M]):
-    parallel m in M
-    tile n in N
-    s = rsqrt(mean(x[m, n] * x[m, n], n) + eps)
-    r[m] = s
-    y[m, n] = x[m, n] * s * (offset + w[n])
-"""
-
-SOFTMAX = """kernel soft(x: T[*M, N]) -> (y: T[*M, N]):
-    parallel m in M
-    tile n in N
-    y[m, n] = softmax(x[m, n], n)
-"""
-
-GATE = """kernel gate_up(gate: T[*M, N], up: T[*M, N]) -> (y: T[*M, N]):
-    parallel m in M, n in N
-    y[m, n] = gate[m, n] * sigmoid(gate[m, n]) * up[m, n]
-"""
-
-GRID = """kernel grid(x: T[*M, I, J], w: W[J]) -> (r: f32[*M, I], c: f32[*M, J], d: T[*M, I, J]):
-    parallel m in M
-    tile i in I, j in J
-    r[m, i] = sum(x[m, i, j] * w[j], j)
-    c[m, j] = max(x[m, i, j], i)
-    d[m, i, j] = x[m, i, j] - sum(x[m, i, j], i, j) / (I * J)
-"""
-
-PICK = """kernel pick(x: T[*M, V], rows: T[P, V], t: i64[*M]) -> (one: f32[*M], row: T[*M, V], best: i64[*M]):
-    parallel m in M
-    tile v in V
-    one[m] = x[m, t[m]]
-    row[m, v] = x[m, v] + rows[t[m], v]
-    best[m] = argmax(x[m, v], v)
-"""
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

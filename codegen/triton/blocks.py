@@ -141,12 +141,5 @@ def flat_vector(scheduled: Scheduled) -> int:
 
 def accesses(scheduled: Scheduled) -> list[tuple[ir.Tensor, tuple[Poly | ir.Expr, ...]]]:
     """Every load and store of the program: tensor and subscripts."""
-    out: list[tuple[ir.Tensor, tuple[Poly | ir.Expr, ...]]] = []
-    for step in scheduled.steps:
-        for s in step.body:
-            for e in ir.walk(s.value):
-                if isinstance(e, ir.Load):
-                    out.append((scheduled.kernel.tensor(e.tensor), e.at))
-            if not isinstance(s, ir.Let):
-                out.append((scheduled.kernel.tensor(s.tensor), s.at))
-    return out
+    body = (s for step in scheduled.steps for s in step.body)
+    return [(scheduled.kernel.tensor(a.tensor), a.at) for a in ir.accesses(body)]

@@ -108,20 +108,12 @@ class _Emitter:
     def _dimension_label(self, tensor: str, axis: int) -> str:
         """What to call a dimension: the index that runs over it if there is but one, its position otherwise."""
         found = {
-            at[axis].as_symbol if not isinstance(at[axis], ir.Expr) else None
-            for name, at in self._accesses()
-            if name == tensor
+            s.as_symbol if not isinstance(s := access.at[axis], ir.Expr) else None
+            for access in ir.accesses(self.kernel.body)
+            if access.tensor == tensor
         }
         label = next(iter(found)) if len(found) == 1 else None
         return label if label is not None and label in {a.name for a in self.kernel.axes} else str(axis)
-
-    def _accesses(self) -> Iterable[tuple[str, tuple]]:
-        for s in self.kernel.body:
-            if isinstance(s, ir.Let):
-                if isinstance(s.value, ir.Load):
-                    yield s.value.tensor, s.value.at
-            else:
-                yield s.tensor, s.at
 
     def _identifier(self, a: Arg) -> str:
         if a.kind == "tensor":

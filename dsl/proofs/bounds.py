@@ -5,7 +5,7 @@ Gathers are not checked here: out of range they read no memory, by definition.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import product
 
 from kgen.dsl import ir
@@ -21,7 +21,8 @@ def check_bounds(prover: Prover, diagnostics: Diagnostics) -> None:
     divisor that may be 0."""
     kernel = prover.kernel
     reported: set[tuple[Poly, Poly]] = set()  # a load and a store at one place have one cause
-    for name, at, span in _accesses(kernel):
+    for access in ir.accesses(kernel.body):
+        name, at, span = access.tensor, access.at, access.span
         tensor = kernel.tensor(name)
         for position, (subscript, extent) in enumerate(zip(at, tensor.shape, strict=True)):
             if isinstance(subscript, Poly):
@@ -53,15 +54,6 @@ def in_bounds(prover: Prover, tensor: ir.Tensor, at: Subscripts) -> bool:
         for subscript, extent in zip(at, tensor.shape, strict=True)
         if isinstance(subscript, Poly)
     )
-
-
-def _accesses(kernel: ir.Kernel) -> Iterator[tuple[str, Subscripts, Span]]:
-    for s in kernel.body:
-        for e in ir.walk(s.value):
-            if isinstance(e, ir.Load):
-                yield e.tensor, e.at, e.span
-        if isinstance(s, ir.Store | ir.Accumulate):
-            yield s.tensor, s.at, s.span
 
 
 def _inside(facts: Facts, subscript: Poly, extent: Poly) -> bool:
