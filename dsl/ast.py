@@ -261,11 +261,31 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class ConstValues:
+    """`causal: true`, `K: 3 | 5`: the values of a const parameter of the forward kernel that a backward serves."""
+
+    name: str
+    values: tuple[Expr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Backward(Kernel):
+    """`backward f[T: f32, causal: true](params) -> (outputs):`, the hand-written backward of the kernel called `name`.
+
+    `serves` narrows, with `dtype_vars`, which calls of that kernel it is for.
+    """
+
+    serves: tuple[ConstValues, ...] = ()
+
+
+@dataclass(frozen=True)
 class Module:
-    """A file: its docstring, imports, functions and kernels, in order of appearance."""
+    """A file: its docstring, imports, functions, kernels and their hand-written backwards, in order of appearance."""
 
     path: str
     doc: str
     imports: tuple[Import, ...]
     functions: tuple[Function, ...]
     kernels: tuple[Kernel, ...]
+    backwards: tuple[Backward, ...] = ()

@@ -160,8 +160,8 @@ def _comment(token: Token) -> str:
 
 
 def _split_suite(line: list[Token]) -> list[list[Token]]:
-    """A line in two where a statement stands behind the colon of its `if`, `else`, `for` or `kernel`."""
-    if line[0].type in ("IF", "ELIF", "ELSE", "FOR", "KERNEL"):
+    """A line in two where a statement stands behind the colon of its `if`, `else`, `for`, `kernel` or `backward`."""
+    if line[0].type in ("IF", "ELIF", "ELSE", "FOR", "KERNEL", "BACKWARD"):
         colon = _at_depth_0(line, {"COLON"})[0]
         if colon + 1 < len(line):
             return [line[: colon + 1], line[colon + 1 :]]
@@ -180,7 +180,7 @@ def _spaced(previous: Token, token: Token, unary: bool) -> bool:
 
 def _without_last_commas(line: list[Token]) -> list[Token]:
     """Tokens without the commas that stand right before a closing bracket."""
-    followers = [*line[1:], None]
+    followers = [*line[1:], None][: len(line)]  # none of an empty row
     return [
         token
         for token, following in zip(line, followers, strict=True)
@@ -247,7 +247,7 @@ def _wrapped(line: list[Token], indent: str) -> list[str]:
     text = indent + _joined(line)
     if len(text) <= WIDTH:
         return [text]
-    if line[0].type == "KERNEL":
+    if line[0].type in ("KERNEL", "BACKWARD"):
         return _wrapped_signature(line, indent)
     tail = [line[-1]] if line[-1].type == "COLON" else []
     body = line[: len(line) - len(tail)]

@@ -219,6 +219,7 @@ class Kernel:
     consts: tuple[tuple[str, int | float | bool], ...]
     dtypes: tuple[tuple[str, DType], ...]
     span: Span
+    values: tuple[tuple[str, str], ...] = ()  # each name that the user assigns, and the `Let` it stands for at the end
 
     def tensor(self, name: str) -> Tensor:
         """The tensor argument called `name`."""

@@ -26,7 +26,9 @@ KEYWORDS = {
 }  # fmt: skip
 
 # Tokens that can only begin a line: met inside a bracket, they show that the bracket was never closed.
-LINE_STARTS = {"KERNEL", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR", "FROM"}
+LINE_STARTS = {
+    "KERNEL", "BACKWARD", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR", "FROM"
+}  # fmt: skip
 # Tokens that end an operand: a sign behind one is binary.
 OPERAND_ENDS = {
     "NAME", "NUMBER", "RPAR", "RSQB", "QMARK", "TRUE", "FALSE", "CAPITAL_TRUE", "CAPITAL_FALSE"
@@ -133,7 +135,7 @@ class _Layout:
     def run(self) -> list[Line]:
         self.check_nul()
         at_start = True
-        for token in self.raw:
+        for number, token in enumerate(self.raw):
             kind = token.type
             if kind == "NEWLINE":
                 at_start = True
@@ -142,6 +144,8 @@ class _Layout:
                 continue
             if kind == "COMMENT":
                 continue
+            if at_start and self.heads_backward(number):
+                kind = token.type = "BACKWARD"
             if at_start and self.brackets:
                 self.check_unclosed(token)
             if at_start and not self.tokens and token.column == 1:
@@ -155,6 +159,11 @@ class _Layout:
                 self.report_unclosed()
             self.close(Token("NEWLINE", "\n", last.end_pos, last.end_line, last.end_column))
         return self.lines
+
+    def heads_backward(self, number: int) -> bool:
+        """Whether a token that begins a line is the word `backward` before a name: no other line begins so."""
+        token, after = self.raw[number], self.raw[number + 1 : number + 2]
+        return token.type == "NAME" and token.value == "backward" and bool(after) and after[0].type == "NAME"
 
     def error(self, code: str, message: str, token: Token, *, label: str = "", help: str = "") -> None:
         self.bad = True

@@ -24,7 +24,7 @@ from kgen.dsl.tree import TreeBuilder
 MAX_BLOCKS = 50
 MAX_ERRORS = 100
 
-_ITEM_STARTS = {"KERNEL", "FN", "FROM"}
+_ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM"}
 
 # One parser and one tree builder per process; a parse holds the lock because the builder knows the file it works on.
 _lock = threading.Lock()
@@ -226,7 +226,7 @@ class _Driver:
         self.builder.spoil(line)
         start = line.tokens[0]
         if at_top:
-            if not (opens and start.type == "KERNEL"):
+            if not (opens and start.type in ("KERNEL", "BACKWARD")):
                 return opens
             for kind in ("KERNEL", "NAME", "LPAR", "RPAR", "COLON", "NEWLINE"):
                 self.feed(kind, start)

@@ -31,7 +31,7 @@ def module_text(module: ast.Module) -> str:
     if module.imports:
         blocks.append("\n".join(f"from {i.module} import {', '.join(i.names)}" for i in module.imports))
     blocks += [function_text(f) for f in module.functions]
-    blocks += [kernel_text(k) for k in module.kernels]
+    blocks += [kernel_text(k) for k in (*module.kernels, *module.backwards)]
     return "\n\n".join(blocks) + ("\n" if blocks else "")
 
 
@@ -42,9 +42,12 @@ def function_text(function: ast.Function) -> str:
 
 def kernel_text(kernel: ast.Kernel) -> str:
     """A kernel: header, docstring, statements."""
-    head = f"kernel {kernel.name}"
-    if kernel.dtype_vars:
-        head += "[" + ", ".join(f"{v.name}: {' | '.join(v.choices)}" for v in kernel.dtype_vars) + "]"
+    head = f"{'backward' if isinstance(kernel, ast.Backward) else 'kernel'} {kernel.name}"
+    limits = [f"{v.name}: {' | '.join(v.choices)}" for v in kernel.dtype_vars]
+    if isinstance(kernel, ast.Backward):
+        limits += [f"{c.name}: {' | '.join(map(expr_text, c.values))}" for c in kernel.serves]
+    if limits:
+        head += f"[{', '.join(limits)}]"
     head += "(" + ", ".join(map(_param, kernel.params)) + ")"
     if kernel.outputs:
         head += " -> (" + ", ".join(map(_param, kernel.outputs)) + ")"

@@ -11,7 +11,7 @@ from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.lexing import KEYWORDS, Line, token_span
 from kgen.dsl.source import SourceFile
 
-_ITEM_STARTS = {"KERNEL", "FN", "FROM", "STRING"}
+_ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM", "STRING"}
 _STATEMENT_STARTS = {"PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR"}
 _OPERATORS = {
     "PLUS", "MINUS", "STAR", "SLASH", "DOUBLE_SLASH", "PERCENT", "DOUBLE_STAR", "COMPARE", "AND", "OR"
@@ -20,6 +20,7 @@ _OPERATORS = {
 # How each kind of line is written.
 _FORMS = {
     "KERNEL": "kernel name(x: T[*M, N], eps: f32 = 1e-6) -> (y: T[*M, N]):",
+    "BACKWARD": "backward name(x: T[*M, N], d_y: T[*M, N]) -> (d_x: T[*M, N]):",
     "FN": "fn name(a, b) = a * b",
     "FROM": "from module import name, name",
     "PARALLEL": "parallel m in M, n in N",
@@ -87,7 +88,7 @@ class SyntaxExplainer:
         if at_top and first.type not in _ITEM_STARTS:
             self.explain_top_level(line)
             return False
-        if not at_top and first.type in ("KERNEL", "FN", "FROM", "OP"):
+        if not at_top and first.type in ("KERNEL", "BACKWARD", "FN", "FROM", "OP"):
             kind = "import" if first.type == "FROM" else first.value
             article = "an" if kind[0] in "io" else "a"
             self.error(
@@ -103,15 +104,17 @@ class SyntaxExplainer:
         """Report a line at column 1 that begins no item."""
         first = line.tokens[0]
         following = line.tokens[1].type if len(line.tokens) > 1 else ""
-        guess = _guess(first.value, ("kernel", "fn", "from"))
+        guess = _guess(first.value, ("kernel", "backward", "fn", "from"))
         if first.value in _FOREIGN:
             help = _FOREIGN[first.value]
+        elif first.value == "backward":
+            help = f"this line is written {_FORMS['BACKWARD']}"
         elif first.type == "NAME" and following == "NAME" and guess:
             help = f"did you mean '{guess}'?"
         elif first.type in _STATEMENT_STARTS or any(t.type in ("EQUAL", "PLUS_EQUAL") for t in line.tokens):
             help = "indent statements by four spaces under the kernel they belong to"
         else:
-            help = "a file holds a docstring, then items that begin with from, fn or kernel"
+            help = "a file holds a docstring, then items that begin with from, fn, kernel or backward"
         self.error("K0118", f"{_found(first)} cannot begin a line outside a kernel", first, help)
 
     def explain(self, saved: InteractiveParser, line: Line, token: Token) -> None:
@@ -215,8 +218,8 @@ def _kind_of_name(before: list[Token]) -> str:
     if not before:
         return "a name"
     first, last = before[0].type, before[-1].type
-    if first == "KERNEL":
-        if last == "KERNEL":
+    if first in ("KERNEL", "BACKWARD"):
+        if last == first:
             return "the name of the kernel"
         if last == "COLON" or before[-1].value in ("inout", "const", "|"):
             return "a type"
@@ -232,7 +235,7 @@ def _help(token: Token, before: list[Token], accepts: set[str]) -> str:
     kind, first = token.type, before[0].type if before else token.type
     operand_before = "PLUS" in accepts
     opened = _innermost_bracket(before)
-    if kind == "EQUAL" and opened == "LPAR" and first != "KERNEL":
+    if kind == "EQUAL" and opened == "LPAR" and first not in ("KERNEL", "BACKWARD"):
         return "arguments are given by position, without names; equality is written =="
     if kind == "EQUAL" and first in ("IF", "ELIF", "REQUIRE"):
         return "equality is written =="
@@ -242,7 +245,7 @@ def _help(token: Token, before: list[Token], accepts: set[str]) -> str:
         return "write where(condition, a, b) for a choice by element"
     if kind == "FOR" and before:
         return "there are no comprehensions; reduce over an index instead, as in sum(x[m, n], n)"
-    if kind == "COLON" and opened == "LSQB" and first != "KERNEL":
+    if kind == "COLON" and opened == "LSQB" and first not in ("KERNEL", "BACKWARD"):
         return "there are no slices: a subscript names one index for each dimension, as in x[m, n + 1]"
     if kind == "_DOT":
         return "names have no attributes and functions are called by their plain name, as in exp(a)"

@@ -7,7 +7,7 @@ Methods are called by the parser as it reduces, and twice for the same text afte
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lark import Token, Transformer
@@ -93,7 +93,7 @@ class TreeBuilder(Transformer):
 
     def module(self, children: list) -> ast.Module:
         doc = ""
-        imports, functions, kernels = [], [], []
+        imports, functions, kernels, backwards = [], [], [], []
         for number, item in enumerate(_items(children[0])):
             if isinstance(item, _Docstring):
                 if number == 0:
@@ -108,8 +108,8 @@ class TreeBuilder(Transformer):
             elif isinstance(item, ast.Function):
                 functions.append(item)
             else:
-                kernels.append(item)
-        return ast.Module(self.source.path, doc, tuple(imports), tuple(functions), tuple(kernels))
+                (backwards if isinstance(item, ast.Backward) else kernels).append(item)
+        return ast.Module(self.source.path, doc, tuple(imports), tuple(functions), tuple(kernels), tuple(backwards))
 
     def docstring(self, children: list) -> _Docstring:
         token = children[0]
@@ -162,7 +162,7 @@ class TreeBuilder(Transformer):
             if not body:
                 self.error(
                     "K0109",
-                    f"kernel '{name}' has no statements",
+                    f"{start} '{name}' has no statements",
                     self.at(name),
                     help="store to each output, for example y[m] = x[m]",
                 )
@@ -176,6 +176,20 @@ class TreeBuilder(Transformer):
             self.at(start).to(end),
             self.at(name),
         )
+
+    def backward(self, children: list) -> ast.Backward:
+        start, name, serves, *rest = children
+        dtype_vars = [s for s in serves or () if isinstance(s, ast.DTypeVar)]
+        values = tuple(s for s in serves or () if isinstance(s, ast.ConstValues))
+        kernel = self.kernel([start, name, dtype_vars, *rest])
+        return ast.Backward(**{f.name: getattr(kernel, f.name) for f in fields(kernel)}, serves=values)
+
+    def serves(self, children: list) -> list[ast.DTypeVar | ast.ConstValues]:
+        return children[1:-1]
+
+    def const_values(self, children: list) -> ast.ConstValues:
+        name, _, *values = children
+        return ast.ConstValues(name.value, tuple(values), self.at(name).to(values[-1].span))
 
     def dtype_vars(self, children: list) -> list[ast.DTypeVar]:
         return children[1:-1]

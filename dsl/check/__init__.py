@@ -1,8 +1,8 @@
 """The checker: from the syntax tree to tile IR, and every mistake on the way.
 
-Two entry points. `check_module` goes through every kernel of a file in every combination of its compile-time
-choices and reports what is wrong in any of them. `elaborate` makes the tile IR of one kernel for one
-specialisation. Both run the same code, so what was checked is what is compiled.
+`check_module` goes through every kernel of a file in every combination of its compile-time choices and reports what is
+wrong in any of them. `elaborate` makes the tile IR of one kernel for one specialisation, `elaborate_backward` that of
+its hand-written backward. All run the same code, so what was checked is what is compiled.
 
 Not checked here: whether subscripts stay in bounds, whether stores collide and whether in-place updates are ordered.
 That is `kgen.dsl.proofs`, which reads the tile IR; both entry points call it when the kernel is otherwise sound.
@@ -11,10 +11,12 @@ That is `kgen.dsl.proofs`, which reads the tile IR; both entry points call it wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, CONSTANTS, REDUCTIONS
+from kgen.dsl.check.backward import Backward, Misfit, assigned_names, match, misfit
 from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.scope import Choices, Scope, Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, example_sizes, signature_of
@@ -25,12 +27,15 @@ from kgen.dsl.proofs import prove_kernel
 from kgen.dsl.source import Span
 
 __all__ = [
+    "Backward",
     "ScalarParam",
     "Signature",
     "Specialization",
     "TensorParam",
+    "backward_of",
     "check_module",
     "elaborate",
+    "elaborate_backward",
     "example_sizes",
     "signature_of",
 ]
@@ -41,6 +46,7 @@ def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
     _check_declarations(module, diagnostics)
     _check_functions(module, diagnostics)
     functions = {f.name: f for f in module.functions}
+    sound: dict[str, Signature] = {}
     for kernel in module.kernels:
         before = len(diagnostics.items)
         signature = signature_of(kernel, diagnostics)
@@ -55,6 +61,92 @@ def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
                     break
             if len(diagnostics.items) > before:
                 break
+        else:
+            sound.setdefault(kernel.name, signature)
+    for backward in module.backwards:
+        _check_backward(module, backward, sound, functions, diagnostics)
+
+
+def backward_of(module: ast.Module, name: str) -> Backward | None:
+    """The hand-written backward of kernel `name` of a checked module, None where there is none."""
+    kernel = next((b for b in module.backwards if b.name == name), None)
+    if kernel is None:
+        return None
+    diagnostics = Diagnostics()
+    forward = next(k for k in module.kernels if k.name == name)
+    header, own = signature_of(forward, diagnostics), signature_of(kernel, diagnostics)
+    found = match(header, frozenset(assigned_names(forward.body)), kernel, own, diagnostics)
+    diagnostics.raise_if_errors()
+    return found
+
+
+def elaborate_backward(
+    module: ast.Module, backward: Backward, forward: ir.Kernel, spec: Specialization
+) -> ir.Kernel | str:
+    """The tile IR of `backward` for calls of its kernel that are specialised to `spec`, whose tile IR is `forward`.
+
+    A text where it does not serve such calls: why. Raises DslError with every mistake found.
+    """
+    reason = backward.why_not(spec)
+    if reason:
+        return reason
+    diagnostics = Diagnostics()
+    functions = {f.name: f for f in module.functions}
+    own = backward.specialization(spec)
+    made = _elaborate(backward.kernel, backward.signature, functions, diagnostics, own, Choices(), None)
+    diagnostics.raise_if_errors()
+    assert made is not None
+    wrong = [m for name, value in _saved_in(made, backward) if (m := misfit(forward, made.tensor(name), value))]
+    return wrong[0].message if wrong else replace(made, name=f"{made.name}_backward")
+
+
+def _check_backward(
+    module: ast.Module,
+    kernel: ast.Backward,
+    sound: Mapping[str, Signature],
+    functions: Mapping[str, ast.Function],
+    diagnostics: Diagnostics,
+) -> None:
+    forward = next((k for k in module.kernels if k.name == kernel.name), None)
+    if forward is None:
+        message = f"there is no kernel '{kernel.name}' in this file for this backward"
+        hint = suggestion(kernel.name, [k.name for k in module.kernels])
+        diagnostics.error("K0230", message, kernel.name_span, help=hint or "write it in the file of its kernel")
+        return
+    before = len(diagnostics.items)
+    header = sound.get(kernel.name)
+    own = signature_of(kernel, diagnostics)
+    if header is None or len(diagnostics.items) > before:
+        return
+    backward = match(header, frozenset(assigned_names(forward.body)), kernel, own, diagnostics)
+    if backward is None:
+        return
+    # Along each path both kernels are made, with the same answers.
+    header = replace(header, dtype_vars=dict(backward.dtypes))
+    found: dict[str, list[Misfit | None]] = {}
+    for assumed in (F32, BF16, F64) if backward.dtypes else (F32,):
+        choices = Choices(backward.known)
+        while True:
+            there = _elaborate(forward, header, functions, Diagnostics(), None, choices, assumed)
+            made = _elaborate(kernel, backward.signature, functions, diagnostics, None, choices, assumed)
+            if there is not None and made is not None:
+                for name, value in _saved_in(made, backward):
+                    found.setdefault(name, []).append(misfit(there, made.tensor(name), value))
+            if not choices.next_path():
+                break
+        if len(diagnostics.items) > before:
+            return
+    for name, results in found.items():
+        wrong = results[0]
+        if wrong is not None and None not in results:
+            span = next(p.span for p in own.params if p.name == name)
+            diagnostics.error("K0233", wrong.message, span, help=wrong.help)
+
+
+def _saved_in(kernel: ir.Kernel, backward: Backward) -> Iterator[tuple[str, str]]:
+    """The saved values that `kernel`, an elaboration of `backward`, reads: parameter and value."""
+    read = {a.tensor for a in ir.accesses(kernel.body)}
+    yield from ((name, value) for name, value in backward.saved.items() if name in read)
 
 
 def elaborate(module: ast.Module, name: str, spec: Specialization) -> ir.Kernel:
@@ -129,6 +221,7 @@ def _elaborate(
         consts=tuple(sorted(spec.consts.items())) if spec is not None else (),
         dtypes=tuple((v, scope.dtype(v) or F32) for v in signature.dtype_vars),
         span=kernel.name_span,
+        values=tuple((n, v.name) for n, v in scope.values.items() if isinstance(v, ir.Ref)),
     )
     for poly, span in _polynomials(result):
         if poly.divides_by_zero:
@@ -188,8 +281,19 @@ def _check_functions(module: ast.Module, diagnostics: Diagnostics) -> None:
 
 
 def _check_declarations(module: ast.Module, diagnostics: Diagnostics) -> None:
-    """Names of functions and kernels: each once, and none of them a built-in."""
+    """Names of functions and kernels: each once, and none of them a built-in; of backwards: one for each kernel."""
     seen: dict[str, Span] = {}
+    for item in module.backwards:
+        if item.name in seen:
+            diagnostics.error(
+                "K0200",
+                f"kernel '{item.name}' has two backwards",
+                item.name_span,
+                help="keep one of them; it may have an `if` for each case",
+                notes=(f"the first is at {seen[item.name]}",),
+            )
+        seen.setdefault(item.name, item.name_span)
+    seen.clear()
     builtin = {*CALLABLE_OPS, *REDUCTIONS, *COMPOSITE_REDUCTIONS, *DTYPES}
     for item in (*module.functions, *module.kernels):
         what = "function" if isinstance(item, ast.Function) else "kernel"

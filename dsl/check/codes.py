@@ -10,6 +10,24 @@ def _kernel(*lines: str, header: str = "kernel f(x: T[M, N], w: W[N]) -> (y: T[M
     return header + "\n" + "".join(f"    {line}\n" for line in lines)
 
 
+def _squares(*lines: str, header: str = "backward f(x: T[N], d_y: T[N]) -> (d_x: T[N]):") -> str:
+    """A kernel that squares, with a backward of the given header and statements."""
+    forward = _kernel("parallel n in N", "y[n] = x[n] * x[n]", header="kernel f(x: T[N]) -> (y: T[N]):")
+    return forward + "\n" + _kernel("parallel n in N", *(lines or ("d_x[n] = 2.0 * x[n] * d_y[n]",)), header=header)
+
+
+def _quotients(header: str, statement: str) -> str:
+    """A kernel that names a value of a row's elements, with a backward."""
+    forward = _kernel(*_IDX, "a = x[m, n] + 1.0", "y[m, n] = 1.0 / a", header="kernel f(x: T[*M, N]) -> (y: T[*M, N]):")
+    return forward + "\n" + _kernel(*_IDX, statement, header=header)
+
+
+def _constant(header: str) -> str:
+    """A kernel that multiplies by a const parameter, with a backward."""
+    forward = _kernel("parallel n in N", "y[n] = x[n] * K", header="kernel f(x: T[N], K: const i32) -> (y: T[N]):")
+    return forward + "\n" + _kernel("parallel n in N", "d_x[n] = d_y[n] * 2", header=header)
+
+
 _IDX = ("parallel m in M", "tile n in N")
 _COPY = "y[m, n] = x[m, n]"
 _ROW = "kernel f(x: T[M, N]) -> (y: T[M]):"
@@ -181,5 +199,41 @@ CHECKER_CODES: tuple[Code, ...] = (
         "a constant that cannot be computed",
         _kernel(*_IDX, "y[m, n] = x[m, n] * (1 // 0)"),
         _kernel(*_IDX, "y[m, n] = x[m, n] * (1 // 2)"),
+    ),
+    _code(
+        "K0230",
+        "a backward whose kernel is not there, or can have none",
+        _squares(header="backward g(x: T[N], d_y: T[N]) -> (d_x: T[N]):"),
+        _squares(),
+    ),
+    _code(
+        "K0231",
+        "a parameter or output of a backward that means nothing in its kernel",
+        _squares("d_x[n] = 2.0 * x[n] * grad[n]", header="backward f(x: T[N], grad: T[N]) -> (d_x: T[N]):"),
+        _squares(),
+    ),
+    _code(
+        "K0232",
+        "a parameter or output of a backward of another dtype or shape than its kernel has",
+        _squares(header="backward f(x: T[N], d_y: T[N]) -> (d_x: f32[N]):"),
+        _squares(),
+    ),
+    _code(
+        "K0233",
+        "a value that the forward kernel cannot save for a backward",
+        _quotients(
+            "backward f(saved_a: f32[*M], d_y: T[*M, N]) -> (d_x: T[*M, N]):",
+            "d_x[m, n] = -d_y[m, n] / (saved_a[m] * saved_a[m])",
+        ),
+        _quotients(
+            "backward f(y: T[*M, N], d_y: T[*M, N]) -> (d_x: T[*M, N]):",
+            "d_x[m, n] = -d_y[m, n] * y[m, n] * y[m, n]",
+        ),
+    ),
+    _code(
+        "K0234",
+        "a backward that does not say which calls it serves, or serves none",
+        _constant("backward f(d_y: T[N]) -> (d_x: T[N]):"),
+        _constant("backward f[K: 2](d_y: T[N]) -> (d_x: T[N]):"),
     ),
 )

@@ -380,7 +380,7 @@ class Expressions:
                 "K0212",
                 f"'{e.tensor}' is optional and absent here",
                 e.span,
-                f"guard its use with `if {e.tensor}:`",
+                f"guard its use with `if {tensor.follows or e.tensor}:`",
             )
         return tensor
 

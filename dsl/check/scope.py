@@ -26,12 +26,14 @@ class Specialization:
 class Choices:
     """Answers to compile-time questions: from a specialisation, or, when a file is checked, every combination in turn.
 
-    A check runs the elaboration once for each path of answers; `next_path` moves to the next one.
+    A check runs the elaboration once for each path of answers; `next_path` moves to the next one. `known` are const
+    parameters, and whether optional tensors are there, that are no questions on any path.
     """
 
     MAX_PATHS = 256
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, int | float | bool] | None = None) -> None:
+        self.known = dict(known or {})
         self._path: list[bool] = []
         self._memo: dict[Hashable, bool] = {}
         self._runs = 1
@@ -108,9 +110,7 @@ class Scope:
 
     def const(self, name: str) -> int | float | bool | None:
         """The value of const parameter `name`, where it is known."""
-        if self.spec is None:
-            return None
-        return self.spec.consts.get(name)
+        return (self.choices.known if self.spec is None else self.spec.consts).get(name)
 
     def poly_name(self, name: str) -> Poly | None:
         """The polynomial for a dimension, an index or a const integer; None for any other name."""
@@ -124,18 +124,18 @@ class Scope:
 
     def shape(self, tensor: TensorParam) -> tuple[Poly, ...]:
         """A tensor's shape with const integers that are known put in."""
-        if self.spec is None:
-            return tensor.shape
-        ints = {k: int(v) for k, v in self.spec.consts.items() if isinstance(v, int) and not isinstance(v, bool)}
+        known = self.choices.known if self.spec is None else self.spec.consts
+        ints = {k: int(v) for k, v in known.items() if isinstance(v, int) and not isinstance(v, bool)}
         return tuple(p.substitute(ints) for p in tensor.shape)
 
     def is_present(self, tensor: TensorParam) -> bool:
         """Whether an optional tensor is there on this path."""
         if not tensor.optional:
             return True
+        name = tensor.follows or tensor.name
         if self.spec is not None:
-            return tensor.name in self.spec.present
-        return self.choices.decide(tensor.name)
+            return name in self.spec.present
+        return bool(self.choices.known[name]) if name in self.choices.known else self.choices.decide(name)
 
     # -- values ------------------------------------------------------------------------------------------------------
     def is_taken(self, name: str) -> bool:

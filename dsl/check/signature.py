@@ -21,7 +21,10 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class TensorParam:
-    """A tensor argument. `dtype` is a dtype name or a dtype variable; `shape` is over dimensions and const ints."""
+    """A tensor argument. `dtype` is a dtype name or a dtype variable; `shape` is over dimensions and const ints.
+
+    `follows` is set in a backward for the gradient of an optional tensor: the one whose presence it shares.
+    """
 
     name: str
     dtype: str
@@ -30,6 +33,7 @@ class TensorParam:
     role: str  # "in" | "out" | "inout"
     optional: bool
     span: Span
+    follows: str = ""
 
 
 @dataclass(frozen=True)
