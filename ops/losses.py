@@ -115,7 +115,7 @@ def options_of(op: str, label_smoothing: float, z_loss: float, softcap: float | 
     """The scalars of the kernels, and which of their terms are there at all. Raises ArgumentError for bad ones."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ArgumentError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if not math.isfinite(z_loss):
+    if not -math.inf < z_loss < math.inf:  # a comparison, as z_loss may be symbolic under torch.compile
         raise ArgumentError(f"{op}: z_loss must be finite, got {z_loss}")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise ArgumentError(f"{op}: softcap must be a positive number or None, got {softcap}")

@@ -36,7 +36,7 @@ class Binder:
         self.names = tuple(p.name for p in signature.params)
         self._index = {name: i for i, name in enumerate(self.names)}
         self._defaults = tuple(_default(p) for p in signature.params)
-        self._required = tuple(i for i, d in enumerate(self._defaults) if d is _MISSING)
+        self._required = tuple((i, self.names[i]) for i, d in enumerate(self._defaults) if d is _MISSING)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """One value for each parameter, in order of the signature; None for an optional tensor that is not given.
@@ -56,9 +56,10 @@ class Binder:
             if i < len(args):
                 self.fail(f"argument '{name}' is given twice, by position and by name")
             values[i] = value
-        for i in self._required:
-            if values[i] is _MISSING:
-                missing = [f"'{name}'" for name, v in zip(self.names, values, strict=True) if v is _MISSING]
+        # Asked of names, not of values: a trace cannot compare a symbolic number with an object.
+        for i, name in self._required:
+            if i >= len(args) and name not in kwargs:
+                missing = [f"'{n}'" for k, n in self._required if k >= len(args) and n not in kwargs]
                 self.fail(f"missing argument{'s' * (len(missing) != 1)} {', '.join(missing)}")
         return values
 

@@ -6,6 +6,8 @@ or once for each compiled variant (`kgen.runtime.plan`).
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -27,6 +29,9 @@ from kgen.runtime.layouts import Layout, Memory, layout
 from kgen.runtime.overlap import meets_itself
 from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall, ScalarSlot
 
+_serials = itertools.count()
+_by_serial: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
+
 # Exact signatures remembered by a kernel; beyond it all are forgotten, which costs each of them some 100 us once.
 MAX_READY = 4096
 
@@ -40,6 +45,9 @@ class Kernel:
 
     Where an input requires grad, the outputs carry its gradient (`kgen.runtime.autograd`), which a derived kernel
     computes on the same backend.
+
+    A copy, deep or not, is the kernel itself, as of a function. Pickled it is its checked source: the kernel that comes
+    back is another, which compiles anew what is not in the cache.
     """
 
     def __init__(self, module: ast.Module, name: str) -> None:
@@ -48,6 +56,8 @@ class Kernel:
         self.signature: Signature = signature_of(declared, diagnostics)
         diagnostics.raise_if_errors()
         self.module = module
+        # What torch.compile knows this object by, as a trace takes text for a constant and guards it, but no object.
+        self.serial = f"{name} {next(_serials)}"
         self.name = self.__name__ = name
         self.__doc__ = declared.doc or f"The kernel `{name}` of {module.path}."
         self._binder = Binder(self.signature)
@@ -61,6 +71,16 @@ class Kernel:
         self._plans: Plans = SingleFlight()
         self._kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
         self.trainings: SingleFlight[tuple[Any, ...], autograd.Training] = SingleFlight()
+        _by_serial[self.serial] = self
+
+    def __copy__(self) -> Kernel:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Kernel:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kernel, (self.module, self.name)
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} of {self.module.path}>"
@@ -325,6 +345,11 @@ class Kernel:
             {t.name: x for t, x in zip(inputs, tensors, strict=True)},
             {s.name: convert(values[i]) for s, (i, convert, _, _) in zip(kernel.scalars, slots, strict=True)},
         )
+
+
+def by_serial(serial: str) -> Kernel:
+    """The kernel whose `serial` this is. Raises KeyError where it is gone."""
+    return _by_serial[serial]
 
 
 # Types of tensors that have memory of their own; others are never asked for its address.

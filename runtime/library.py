@@ -10,6 +10,7 @@ Imported only while torch.compile traces: eager calls do not pay for the dispatc
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.runtime import autograd, registry
 from kgen.runtime.binding import examine
-from kgen.runtime.kernel import Kernel
+from kgen.runtime.kernel import Kernel, by_serial
 from kgen.runtime.loading import load_packaged
 
 _lock = RLock()
@@ -46,18 +47,31 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
         wanted = tuple(i for i in kernel.tensor_at if values[i] is not None and values[i].requires_grad)
     written = outs is not None or bool(kernel.inout_at)
     dtypes = tuple(None if values[i] is None else values[i].dtype for i in kernel.tensor_at)
+    for i in kernel.const_at:
+        values[i] = _settled(values[i])
     consts = tuple(values[i] for i in kernel.const_at)
-    name, takes, count = _operator(kernel, dtypes, consts, wanted, written, outs is not None)
+    name, takes, count = _operator(kernel.serial, dtypes, consts, wanted, written, outs is not None)
     arguments = [values[i] for i in takes]
     if outs is not None:
         arguments += outs
     results = getattr(torch.ops.kgen, name)(*arguments, choice)
-    if written:
+    if outs is not None or not kernel.signature.outputs:
         results = outs if outs is not None else [values[i] for i in kernel.inout_at]
         return results[0] if len(results) == 1 else tuple(results)
     if isinstance(results, torch.Tensor):
         return results
     return results[0] if count == 1 else tuple(results[:count])
+
+
+def _settled(value: Any) -> Any:
+    """`value` as a constant of the trace, which then guards it: with dynamic=True numbers are symbolic, and so is what
+    is compared with one. Written in what every torch's trace turns into a constant, which `int` and `float` are not.
+    """
+    if isinstance(value, bool):
+        return True if value else False  # noqa: SIM210 a branch asks for the value
+    if isinstance(value, int):
+        return operator.index(value)
+    return float.fromhex(value.hex()) if isinstance(value, float) else value
 
 
 class _Shelf:
@@ -87,14 +101,19 @@ def _choice(backend: str | None) -> str:
 
 @torch.compiler.assume_constant_result
 def _operator(
-    kernel: Kernel,
+    serial: str,
     dtypes: tuple[torch.dtype | None, ...],
     consts: tuple[Any, ...],
     wanted: tuple[int, ...],
     written: bool,
     out: bool,
 ) -> tuple[str, tuple[int, ...], int]:
-    """The operator for a call: its name, the parameters that it takes, how many of its results are the kernel's."""
+    """The operator for a call: its name, the parameters that it takes, how many of its results are the kernel's.
+
+    All that it is given is text, numbers and dtypes, the only constants of a trace in every torch that kgen runs with;
+    the trace guards `serial`, so that another kernel in the same place is traced anew.
+    """
+    kernel = by_serial(serial)
     everything = tuple(range(len(kernel.signature.params)))
     outputs = len(kernel.signature.outputs)
     wanted = wanted if kernel.has_float_output else ()
@@ -130,11 +149,14 @@ def define(kernel: Kernel, *, out: bool = False) -> str:
 
 def define_training(t: autograd.Training) -> str:
     """The name of the operator of a training form, whose gradient is the operator of the derived backward."""
-    name = _name(t.kernel, f"{t.derived.forward_text}\n{t.derived.backward_text}") + "_training"
+    backward = define(t.backward)
+    # Inductor keeps compiled graphs from one process to the next, and finds them by the operators of the forward
+    # pass: where the operator of the backward pass has another name, so has this one.
+    name = _name(t.kernel, f"{t.derived.forward_text}\n{backward}") + "_training"
     with _lock:
         if name not in _defined:
             op = _define(name, t.forward, False)
-            _differentiate(op, t)
+            _differentiate(op, t, backward)
             _defined.add(name)
     return name
 
@@ -146,16 +168,17 @@ def _name(kernel: Kernel, content: str) -> str:
 
 def _define(name: str, kernel: Kernel, out: bool) -> Any:
     signature = kernel.signature
+    returns = bool(signature.outputs) and not out  # an operator must not return what it was given
 
     def run(*arguments: Any) -> Any:
         *given, choice = arguments
         outs = given[len(signature.params) :] if out else None
         with torch.no_grad():  # gradients are the dispatcher's business here
             results = kernel(*given[: len(signature.params)], backend=choice, out=outs)
-        return None if out or kernel.inout_at else results
+        return results if returns else None
 
     def fake(*arguments: Any) -> Any:
-        if out or kernel.inout_at:
+        if not returns:
             return None
         results = _fake_results(kernel, arguments[:-1])
         return results[0] if len(results) == 1 else tuple(results)
@@ -181,7 +204,7 @@ def _schema(kernel: Kernel, out: bool) -> str:
     if out:
         parts += [f"Tensor(o{k}!) out{k}" for k in range(outputs)]
     parts.append("str backend")
-    returns = ", ".join(["Tensor"] * outputs) if not out and not kernel.inout_at else ""
+    returns = "" if out else ", ".join(["Tensor"] * outputs)
     return f"({', '.join(parts)}) -> " + (returns if returns == "Tensor" else f"({returns})")
 
 
@@ -200,9 +223,7 @@ def _fake_results(kernel: Kernel, values: Sequence[Any]) -> list[torch.Tensor]:
     return [torch.empty(full_shape(t, dims, leading), dtype=TORCH[t.dtype], device=device) for t in outputs]
 
 
-def _differentiate(op: Any, t: autograd.Training) -> None:
-    backward = define(t.backward)
-
+def _differentiate(op: Any, t: autograd.Training, backward: str) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *given, ctx.choice = inputs
         values: list[Any] = [None] * len(t.kernel.signature.params)

@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 from autograd_kit import check, leaf, packaged, randn, rms_formula, worst
+from compile_kit import Model, batch, outcome
 
+import kgen
 from kgen import ops
 from kgen.runtime import events
 
@@ -114,3 +116,51 @@ def test_compiled_with_inductor(backend: str) -> None:
         for a, b in zip(got, torch.autograd.grad(f(x, w), (x, w), seed), strict=True):
             torch.testing.assert_close(a, b)
     assert plans == 0
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model_at_a_new_batch_and_length(backend: str, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    plans = 0
+    with kgen.backend(backend):
+        model = Model().cuda()
+        f = torch.compile(model, fullgraph=True, dynamic=dynamic)
+        for rows, tokens in ((2, 8), (4, 12)):
+            before = events.counts()["plan"]
+            x, labels = batch(rows, tokens, seed=rows, device="cuda")
+            got = outcome(f, model, x, labels)
+            plans = events.counts()["plan"] - before
+            for a, b in zip(got, outcome(model, model, x, labels), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # inductor adds up in another order
+    assert plans == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model_in_one_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    with kgen.backend(backend):
+        model = Model().cuda()
+        f = torch.compile(model, fullgraph=True)
+        x, labels = batch(2, 8, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                first = outcome(f, model, x, labels)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = outcome(f, model, x, labels)
+        other = batch(2, 8, seed=5, device="cuda")
+        with torch.no_grad():
+            x.copy_(other[0])
+            labels.copy_(other[1])
+            for p in model.parameters():
+                p.mul_(1.25)
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(captured, outcome(model, model, x, labels), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert not any(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(captured, first, strict=True))

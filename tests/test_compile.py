@@ -5,17 +5,21 @@ Most graphs go through `aot_eager`, which traces and differentiates as inductor 
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compile_kit import Model, batch, outcome
 
 import kgen
 from kgen import ops
-from kgen.runtime import autograd, events
+from kgen.runtime import autograd, events, library
 from kgen.runtime.loading import load_packaged
 
 UNPLANNED = kgen.load(Path(__file__).parent / "kernels" / "unplanned.kdsl")
@@ -83,8 +87,8 @@ def test_a_module_forward_and_backward_at_new_sizes() -> None:
     torch.manual_seed(0)
     module = Block(12)
     f = compiled(module)
-    for batch, tokens in ((2, 5), (3, 7), (4, 9), (1, 6)):
-        x = randn(batch, tokens, 12, seed=batch)
+    for rows, tokens in ((2, 5), (3, 7), (4, 9), (1, 6)):
+        x = randn(rows, tokens, 12, seed=rows)
         for a, b in zip(steps(module, f, x), steps(module, module, x), strict=True):
             torch.testing.assert_close(a, b)
 
@@ -108,6 +112,27 @@ def test_a_new_batch_size_compiles_no_kernel_and_no_graph() -> None:
         plans = events.counts()["plan"] - before
     assert plans == 0
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_model_of_every_module_at_a_new_batch_and_length(backend: str, dynamic: bool | None) -> None:
+    with kgen.backend(backend):
+        model = Model()
+        f = compiled(model, dynamic=dynamic)
+        for rows, tokens in ((2, 8), (4, 12)):
+            before = events.counts()["plan"]
+            x, labels = batch(rows, tokens, seed=rows)
+            got = outcome(f, model, x, labels)
+            plans = events.counts()["plan"] - before
+            for a, b in zip(got, outcome(model, model, x, labels), strict=True):
+                assert torch.equal(a, b)
+    assert plans == 0
+
+
+def test_a_table_of_positions_that_is_too_short_grows_under_compile() -> None:
+    f, model = compiled(Model(rows=2)), Model()
+    x, labels = batch(2, 8)
+    assert torch.equal(f(x, labels), model(x, labels))
 
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
@@ -213,8 +238,6 @@ def test_export() -> None:
 
 
 def test_opcheck() -> None:
-    from kgen.runtime import library
-
     kernel = load_packaged("rms_norm.kdsl")["rms_norm"]
     x, w = randn(2, 3, 8), randn(8, seed=1)
     plain = getattr(torch.ops.kgen, library.define(kernel)).default
@@ -228,8 +251,6 @@ def test_opcheck() -> None:
 
 
 def test_names_of_operators_tell_files_apart() -> None:
-    from kgen.runtime import library
-
     text = "kernel f(x: T[*M]) -> (y: T[*M]):\n    parallel m in M\n    y[m] = x[m] * {}\n"
     one, same, other = (kgen.loads(text.format(k), "a b-c.kdsl").f for k in ("2.0", "2.0", "3.0"))
     assert library.define(one) == library.define(same) != library.define(other)
@@ -237,3 +258,125 @@ def test_names_of_operators_tell_files_apart() -> None:
     x = randn(5)
     assert torch.equal(compiled(lambda x: one(x))(x), 2 * x)
     assert torch.equal(compiled(lambda x: other(x))(x), 3 * x)
+
+
+# ---- what a trace knows a kernel by ----------------------------------------------------------------------------------
+
+SCALE = "kernel f(x: T[*M]) -> (y: T[*M]):\n    parallel m in M\n    y[m] = x[m] * {}\n"
+PLAIN = (str, int, float, bool, torch.dtype, type(None))
+
+
+def plain(value: object) -> bool:
+    """Whether every torch's trace takes `value` for a constant."""
+    return all(map(plain, value)) if type(value) is tuple else type(value) in PLAIN
+
+
+def test_functions_of_the_trace_are_given_plain_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 refuses any object among the arguments of a function whose result it takes as a constant; later ones
+    do not, so the arguments are looked at."""
+    seen: dict[str, list[object]] = {}
+
+    def watched(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            seen.setdefault(name, []).extend([*args, *kwargs.values()])
+            return f(*args, **kwargs)
+
+        return torch.compiler.assume_constant_result(record)
+
+    for module in [m for n, m in sys.modules.items() if n.startswith("kgen.")]:
+        for name, f in list(vars(module).items()):
+            if getattr(f, "_dynamo_marked_constant", False):
+                monkeypatch.setattr(module, name, watched(name, f))
+    model = Model()
+    x, labels = batch(2, 8)
+    compiled(model, dynamic=True)(x, labels)
+    f = compiled(lambda x, w, b, g: UNPLANNED.group_norm(x, w, b, G=g, eps=1e-3), dynamic=True)
+    f(randn(2, 6, 5).requires_grad_(), randn(6), randn(6), 3)
+    compiled(lambda x: ops.softmax(x, backend="reference", out=torch.empty_like(x)))(randn(3, 8))
+    assert set(seen) == {"_operator", "_choice", "_put_on_shelf"}
+    strange = {name: [v for v in values if not plain(v)] for name, values in seen.items()}
+    assert not any(strange.values()), strange
+
+
+HOLDER = {"kernel": kgen.loads(SCALE.format("2.0")).f}
+
+
+class Holds(torch.nn.Module):
+    """A kernel as an attribute."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: `[...]`; the same shape."""
+        return self.kernel(x)
+
+
+def test_another_kernel_in_the_same_place_is_traced_anew() -> None:
+    x, by3, by4 = randn(5), kgen.loads(SCALE.format("3.0")).f, kgen.loads(SCALE.format("4.0")).f
+    module = Holds(by3)
+    kernel = by3
+    held = {"attribute": compiled(module), "closure": compiled(lambda x: kernel(x))}
+    held["container"] = compiled(lambda x: HOLDER["kernel"](x))
+    held["argument"] = lambda x, f=compiled(lambda x, k: k(x)): f(x, kernel)
+    HOLDER["kernel"] = by3
+    for name, f in held.items():
+        assert torch.equal(f(x), 3 * x), name
+    module.kernel = HOLDER["kernel"] = kernel = by4
+    for name, f in held.items():
+        assert torch.equal(f(x), 4 * x), name
+    g = torch.ones(5)
+    y = held["closure"](x.requires_grad_())
+    assert torch.equal(torch.autograd.grad(y, x, g)[0], 4 * g)
+
+
+def test_a_copy_of_a_kernel_is_the_kernel_and_a_pickled_one_another() -> None:
+    kernel = kgen.loads(SCALE.format("3.0")).f
+    module = Holds(kernel)
+    assert copy.copy(kernel) is copy.deepcopy(kernel) is copy.deepcopy(module).kernel is kernel
+    again = pickle.loads(pickle.dumps(module))
+    assert again.kernel.serial != kernel.serial
+    x = randn(5)
+    assert torch.equal(again(x), 3 * x)
+    assert torch.equal(compiled(again)(x), 3 * x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_time_numbers_that_are_arguments_of_the_graph(dynamic: bool) -> None:
+    f = compiled(lambda x, w, b, g: UNPLANNED.group_norm(x, w, b, G=g, eps=1e-3), dynamic=dynamic)
+    x, w, b = randn(2, 6, 5), randn(6, seed=1), randn(6, seed=2)
+    for groups in (3, 2, 6):
+        assert torch.equal(f(x, w, b, groups), UNPLANNED.group_norm(x, w, b, G=groups, eps=1e-3))
+    h = compiled(lambda x, w, on: UNPLANNED.affine(x, w, negate=on > 1.5), dynamic=dynamic)
+    for on in (1.0, 2.0):
+        assert torch.equal(h(x[0], b[:5], on), UNPLANNED.affine(x[0], b[:5], negate=on > 1.5))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_loss_that_overwrites_its_logits(dynamic: bool) -> None:
+    def step(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = logits * 1.0
+        count = ops.kept_weight(labels)
+        loss = ops.cross_entropy_(mine, labels, 1.0 / count, label_smoothing=smoothing, z_loss=0.1)
+        return loss.sum() / count, mine
+
+    f = compiled(step, dynamic=dynamic)
+    for rows, smoothing in ((3, 0.0), (5, 0.1)):
+        _, labels = batch(rows, 4)
+        logits = randn(rows, 4, 12)
+        for a, b in zip(f(logits, labels, smoothing), step(logits, labels, smoothing), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_operator_of_the_forward_pass_tells_that_of_the_backward_pass() -> None:
+    """Inductor's cache on disk finds a compiled backward by the forward graph; it must not find one that calls an
+    operator which is no longer there."""
+    x = randn(5).requires_grad_()
+    kernel = kgen.loads(SCALE.format("3.0")).f
+    t = autograd.training(kernel, [x], (0,))
+    name = library.define_training(t)
+    other = kgen.loads(t.derived.backward_text.replace("3.0", "5.0"))
+    assert name == library.define_training(t)
+    object.__setattr__(t, "backward", other[t.backward.name])
+    assert name != library.define_training(t)
