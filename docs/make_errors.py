@@ -9,6 +9,7 @@ from kgen.dsl.check import check_module
 from kgen.dsl.check.codes import CHECKER_CODES
 from kgen.dsl.codes import IMPORT_CODES, PARSER_CODES, Code
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.host.codes import HOST_CODES
 from kgen.dsl.parser import parse_text
 from kgen.dsl.proofs.codes import PROOF_CODES
 
@@ -31,6 +32,7 @@ _SECTIONS = (
     ("Names, types and index sets", CHECKER_CODES),
     ("Bounds, races and in-place updates", PROOF_CODES),
     ("Derivation", DERIVE_CODES),
+    ("Host programs", HOST_CODES),
 )
 _WIDTH = 120
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kgen.dsl.source import Span
+
+if TYPE_CHECKING:
+    from kgen.dsl.host.ast import Op
 
 # ---- expressions ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +231,7 @@ class DTypeVar:
 
 @dataclass(frozen=True)
 class Import:
-    """`from activations import silu, gelu`: functions of the file `activations.kdsl` beside this one."""
+    """`from activations import silu, gelu`: functions and kernels of the file `activations.kdsl` beside this one."""
 
     module: str
     names: tuple[str, ...]
@@ -280,8 +284,17 @@ class Backward(Kernel):
 
 
 @dataclass(frozen=True)
+class ImportedKernel:
+    """A kernel of another file, which ops may call; it keeps to the names of its own file, `module`."""
+
+    name: str
+    module: Module
+
+
+@dataclass(frozen=True)
 class Module:
-    """A file: its docstring, imports, functions, kernels and their hand-written backwards, in order of appearance."""
+    """A file: its docstring, imports, functions, kernels and their hand-written backwards, and ops, in order of
+    appearance; `imported` are the kernels of its imports."""
 
     path: str
     doc: str
@@ -289,3 +302,5 @@ class Module:
     functions: tuple[Function, ...]
     kernels: tuple[Kernel, ...]
     backwards: tuple[Backward, ...] = ()
+    ops: tuple[Op, ...] = ()
+    imported: tuple[ImportedKernel, ...] = ()

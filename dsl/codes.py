@@ -101,12 +101,6 @@ PARSER_CODES: tuple[Code, ...] = (
         _HEAD + "    parallel n in N\n    y[n] = x[n]\n",
     ),
     Code(
-        "K0119",
-        "'op' item",
-        "op twice(x: T[N]) -> (y: T[N]):\n    forward:\n        y = copy(copy(x))\n",
-        "kernel twice(x: T[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = 2 * x[n]\n",
-    ),
-    Code(
         "K0120",
         "too deeply nested",
         "fn long(a) = " + " + ".join(["a"] * 250) + "\n",

@@ -23,10 +23,11 @@ WIDTH = 100
 
 _OPENERS = {"LPAR", "LSQB"}
 _CLOSERS = {"RPAR", "RSQB"}
-_TIGHT_BEFORE = {"RPAR", "RSQB", "_COMMA", "COLON", "QMARK", "_DOT"}
-_TIGHT_AFTER = {"LPAR", "LSQB", "_DOT"}
+_TIGHT_BEFORE = {"RPAR", "RSQB", "_COMMA", "COLON", "QMARK", "_DOT", "KEYWORD_EQUAL"}
+_TIGHT_AFTER = {"LPAR", "LSQB", "_DOT", "KEYWORD_EQUAL"}
+_SIGNATURES = ("KERNEL", "BACKWARD", "OP")
 # Operators by how loosely they bind; a long expression is broken at the loosest it has.
-_LEVELS = ({"OR"}, {"AND"}, {"COMPARE"}, {"PLUS", "MINUS"}, {"STAR", "SLASH", "DOUBLE_SLASH", "PERCENT"})
+_LEVELS = ({"OR"}, {"AND"}, {"COMPARE"}, {"PLUS", "MINUS"}, {"STAR", "SLASH", "DOUBLE_SLASH", "PERCENT", "AT"})
 
 
 def format_source(text: str, path: str = "<string>") -> str:
@@ -139,7 +140,7 @@ class _Writer:
         trailing = self.take(lambda c: c.line == last.end_line)
         note = f"  {_comment(trailing[0])}" if trailing else ""
         indent = "    " * level
-        for deeper, part in enumerate(_split_suite(line.tokens)):
+        for deeper, part in enumerate(_split_suite(_keywords_marked(line.tokens))):
             notes = [c for c in inner if _start(part[0]) < _start(c) < _start(part[-1])]
             if notes:
                 self.out += _kept(part, notes, level + deeper)
@@ -166,6 +167,17 @@ def _split_suite(line: list[Token]) -> list[list[Token]]:
         if colon + 1 < len(line):
             return [line[: colon + 1], line[colon + 1 :]]
     return [line]
+
+
+def _keywords_marked(line: list[Token]) -> list[Token]:
+    """The `=` of keyword arguments, which stand without spaces, as tokens of their own kind."""
+    if line[0].type in _SIGNATURES:
+        return line
+    outside = {id(line[i]) for i in _at_depth_0(line, {"EQUAL"})}
+    return [
+        Token.new_borrow_pos("KEYWORD_EQUAL", t.value, t) if t.type == "EQUAL" and id(t) not in outside else t
+        for t in line
+    ]
 
 
 # ---- one line
@@ -247,7 +259,7 @@ def _wrapped(line: list[Token], indent: str) -> list[str]:
     text = indent + _joined(line)
     if len(text) <= WIDTH:
         return [text]
-    if line[0].type in ("KERNEL", "BACKWARD"):
+    if line[0].type in _SIGNATURES:
         return _wrapped_signature(line, indent)
     tail = [line[-1]] if line[-1].type == "COLON" else []
     body = line[: len(line) - len(tail)]
@@ -266,7 +278,10 @@ def _value_start(line: list[Token]) -> int | None:
         return next(i for i, t in enumerate(line) if t.type == "IMPORT") + 1
     if kind in ("PARALLEL", "TILE", "FOR", "EXAMPLE"):
         return None
-    start = next(i for i, t in enumerate(line) if t.type in ("EQUAL", "PLUS_EQUAL")) + 1
+    assigns = next((i for i, t in enumerate(line) if t.type in ("EQUAL", "PLUS_EQUAL")), None)
+    if assigns is None:  # a call, a declaration or the head of a section
+        return 0 if line[-1].type == "RPAR" else None
+    start = assigns + 1
     # Of several values only the last is broken: brackets around all of them would make no value.
     return start + max((i + 1 for i in _at_depth_0(line[start:], {"_COMMA"})), default=0)
 

@@ -46,7 +46,7 @@ _FLOAT = re.compile(rf"(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DI
 class KeepErrorTokens(PostLex):
     """Keeps the terminals that no rule uses; without it Lark drops them from the lexer."""
 
-    always_accept = ("COMMENT", "NEWLINE", "OP", "BAD_TEXT", "BAD_OPERATOR", "BAD_CHARACTER")
+    always_accept = ("COMMENT", "NEWLINE", "BAD_TEXT", "BAD_OPERATOR", "BAD_CHARACTER")
 
     def process(self, stream: Iterator[Token]) -> Iterator[Token]:
         """The stream as it is; layout is a separate step because it reports mistakes."""
@@ -127,8 +127,6 @@ class _Layout:
         self.tokens: list[Token] = []
         self.brackets: list[Token] = []
         self.bad = False
-        # Inside an `op` item, which is refused as a whole.
-        self.muted = False
         self.unknown_names: set[str] = set()
         self.margins: list[tuple[int, int]] = []
 
@@ -148,8 +146,6 @@ class _Layout:
                 kind = token.type = "BACKWARD"
             if at_start and self.brackets:
                 self.check_unclosed(token)
-            if at_start and not self.tokens and token.column == 1:
-                self.muted = kind == "OP"
             at_start = False
             self.check(token)
             self.tokens.append(token)
@@ -167,8 +163,7 @@ class _Layout:
 
     def error(self, code: str, message: str, token: Token, *, label: str = "", help: str = "") -> None:
         self.bad = True
-        if not self.muted:
-            self.diagnostics.error(code, message, token_span(self.source, token), label=label, help=help)
+        self.diagnostics.error(code, message, token_span(self.source, token), label=label, help=help)
 
     def close(self, newline: Token) -> None:
         first = self.tokens[0]
@@ -384,7 +379,6 @@ def _character_help(char: str) -> str:
         "&": "conditions are combined with 'and'",
         "~": "a condition is negated with 'not'",
         "^": "a power is written a ** b",
-        "@": "there is no matrix product; sum(a[m, k] * b[k, n], k) is one",
         ";": "put each statement on a line of its own",
         "\\": "a line goes on without a mark inside ( ) or [ ]",
         "{": "blocks are made by indentation, as in Python",

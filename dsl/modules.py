@@ -1,4 +1,4 @@
-"""Files and imports: `load` reads a `.kdsl` file and the functions that it takes from others.
+"""Files and imports: `load` reads a `.kdsl` file and the functions and kernels that it takes from others.
 
 An imported function brings the functions that it calls; those that were not imported by name get a name with a dot in
 it, such as `activations.clip`, which no name of the importing file can equal.
@@ -99,6 +99,7 @@ class _File:
     prefix: str
     module: ast.Module
     functions: dict[str, tuple[_File, ast.Function]]
+    kernels: dict[str, ast.ImportedKernel]
 
 
 class _Loader:
@@ -111,22 +112,24 @@ class _Loader:
         self.open: list[Path] = []
 
     def root(self, source: SourceFile) -> ast.Module:
-        file = self.read(source, Path(source.path), "")
-        module = file.module
+        return self.resolved(self.read(source, Path(source.path), ""))
+
+    def resolved(self, file: _File) -> ast.Module:
+        """The module of a file with all that its functions and kernels need."""
         # The names under which the functions reached from here appear in the result.
         visible = {(id(owner), f.name): name for name, (owner, f) in file.functions.items()}
         order: dict[tuple[int, str], ast.Function] = {}
         for owner, function in file.functions.values():
             self.collect(owner, function, visible, order)
-        return replace(module, functions=tuple(order.values()))
+        return replace(file.module, functions=tuple(order.values()), imported=tuple(file.kernels.values()))
 
     def read(self, source: SourceFile, path: Path, prefix: str) -> _File:
         """Parse a text and what it imports."""
         self.sources.append(source)
         self.open.append(_identity(path))
         module = parse(source, self.diagnostics)
-        file = _File(prefix, module, {})
-        own = {f.name for f in module.functions}
+        file = _File(prefix, module, {}, {})
+        own = {f.name for f in module.functions} | {k.name for k in module.kernels}
         for item in module.imports:
             self.resolve(item, path, file, own)
         for function in module.functions:
@@ -159,28 +162,28 @@ class _Loader:
         self, name: str, span: Span, item: ast.Import, source: _File, target: Path, file: _File, own: set[str]
     ) -> None:
         """Make one imported name known in `file`."""
-        if name not in source.functions:
+        kernels = {k.name for k in source.module.kernels}
+        if name not in source.functions and name not in kernels:
             broken = any(d.span.source.path == str(target) for d in self.diagnostics.items)
             if not broken:  # a function with a syntax error is missing because of that
-                kernels = {k.name for k in source.module.kernels}
-                has = ", ".join(sorted(source.functions)) or "none"
+                has = ", ".join(sorted({*source.functions, *kernels})) or "none"
                 self.diagnostics.error(
                     "K0152",
-                    f"'{name}' of '{item.module}' is a kernel, and only functions can be imported"
-                    if name in kernels
-                    else f"'{item.module}' has no function '{name}'",
+                    f"'{item.module}' has no function or kernel '{name}'",
                     span,
-                    help=f"its functions: {has}",
+                    help=f"it has: {has}",
                 )
-        elif name in file.functions or name in own:
+        elif name in file.functions or name in file.kernels or name in own:
             self.diagnostics.error(
                 "K0154",
                 f"'{name}' is imported here, and " + ("also defined in this file" if name in own else "was before"),
                 span,
-                help="remove one of the two, or rename the function",
+                help="remove one of the two, or rename it",
             )
-        else:
+        elif name in source.functions:
             file.functions[name] = source.functions[name]
+        else:
+            file.kernels[name] = ast.ImportedKernel(name, self.resolved(source))
 
     def find(self, item: ast.Import, importer: Path) -> Path | None:
         """The file that an import names; reported if there is none."""

@@ -24,7 +24,7 @@ from kgen.dsl.tree import TreeBuilder
 MAX_BLOCKS = 50
 MAX_ERRORS = 100
 
-_ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM"}
+_ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM", "OP"}
 
 # One parser and one tree builder per process; a parse holds the lock because the builder knows the file it works on.
 _lock = threading.Lock()

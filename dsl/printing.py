@@ -32,6 +32,10 @@ def module_text(module: ast.Module) -> str:
         blocks.append("\n".join(f"from {i.module} import {', '.join(i.names)}" for i in module.imports))
     blocks += [function_text(f) for f in module.functions]
     blocks += [kernel_text(k) for k in (*module.kernels, *module.backwards)]
+    if module.ops:
+        from kgen.dsl.host.printing import op_text  # which prints its parts with what is here
+
+        blocks += [op_text(o) for o in module.ops]
     return "\n\n".join(blocks) + ("\n" if blocks else "")
 
 
@@ -42,7 +46,16 @@ def function_text(function: ast.Function) -> str:
 
 def kernel_text(kernel: ast.Kernel) -> str:
     """A kernel: header, docstring, statements."""
-    head = f"{'backward' if isinstance(kernel, ast.Backward) else 'kernel'} {kernel.name}"
+    lines = [header_text("backward" if isinstance(kernel, ast.Backward) else "kernel", kernel)]
+    if kernel.doc:
+        lines += docstring_lines(kernel.doc, "    ")
+    lines += _statements(kernel.body, "    ")
+    return "\n".join(lines)
+
+
+def header_text(kind: str, kernel: ast.Kernel) -> str:
+    """The first line of a kernel, or of what has the same signature; `kind` is its keyword."""
+    head = f"{kind} {kernel.name}"
     limits = [f"{v.name}: {' | '.join(v.choices)}" for v in kernel.dtype_vars]
     if isinstance(kernel, ast.Backward):
         limits += [f"{c.name}: {' | '.join(map(expr_text, c.values))}" for c in kernel.serves]
@@ -51,11 +64,7 @@ def kernel_text(kernel: ast.Kernel) -> str:
     head += "(" + ", ".join(map(_param, kernel.params)) + ")"
     if kernel.outputs:
         head += " -> (" + ", ".join(map(_param, kernel.outputs)) + ")"
-    lines = [head + ":"]
-    if kernel.doc:
-        lines += docstring_lines(kernel.doc, "    ")
-    lines += _statements(kernel.body, "    ")
-    return "\n".join(lines)
+    return head + ":"
 
 
 def docstring_lines(text: str, indent: str) -> list[str]:
@@ -71,11 +80,12 @@ def docstring_lines(text: str, indent: str) -> list[str]:
 
 
 def _param(param: ast.Param) -> str:
-    text = f"{param.name}: {_type(param.type)}"
+    text = f"{param.name}: {type_text(param.type)}"
     return text if param.default is None else f"{text} = {expr_text(param.default)}"
 
 
-def _type(kind: ast.TensorType | ast.ScalarType) -> str:
+def type_text(kind: ast.TensorType | ast.ScalarType) -> str:
+    """The type of a parameter as it is written."""
     if isinstance(kind, ast.ScalarType):
         return f"const {kind.dtype}" if kind.const else kind.dtype
     dims = ", ".join(("*" if d.star else "") + expr_text(d.expr) for d in kind.dims)

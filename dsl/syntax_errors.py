@@ -11,7 +11,8 @@ from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.lexing import KEYWORDS, Line, token_span
 from kgen.dsl.source import SourceFile
 
-_ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM", "STRING"}
+_ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "OP", "FROM", "STRING"}
+_HEADS = ("KERNEL", "BACKWARD", "OP")
 _STATEMENT_STARTS = {"PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR"}
 _OPERATORS = {
     "PLUS", "MINUS", "STAR", "SLASH", "DOUBLE_SLASH", "PERCENT", "DOUBLE_STAR", "COMPARE", "AND", "OR"
@@ -21,6 +22,7 @@ _OPERATORS = {
 _FORMS = {
     "KERNEL": "kernel name(x: T[*M, N], eps: f32 = 1e-6) -> (y: T[*M, N]):",
     "BACKWARD": "backward name(x: T[*M, N], d_y: T[*M, N]) -> (d_x: T[*M, N]):",
+    "OP": "op name(x: T[*B, N], w: T[M, N]) -> (y: T[*B, M]):",
     "FN": "fn name(a, b) = a * b",
     "FROM": "from module import name, name",
     "PARALLEL": "parallel m in M, n in N",
@@ -77,14 +79,6 @@ class SyntaxExplainer:
     def precheck(self, line: Line, at_top: bool) -> bool:
         """Whether the line may begin as it does where it stands; if not, that is reported."""
         first = line.tokens[0]
-        if at_top and first.type == "OP":
-            self.error(
-                "K0119",
-                "'op' items (host programs) are not supported by this version",
-                first,
-                "write kernels, and call them one after the other from Python",
-            )
-            return False
         if at_top and first.type not in _ITEM_STARTS:
             self.explain_top_level(line)
             return False
@@ -93,9 +87,9 @@ class SyntaxExplainer:
             article = "an" if kind[0] in "io" else "a"
             self.error(
                 "K0125",
-                f"{article} {kind} cannot stand inside a kernel",
+                f"{article} {kind} cannot stand inside another item",
                 first,
-                "begin it at column 1, after the end of the kernel",
+                "begin it at column 1, after the end of that item",
             )
             return False
         return True
@@ -104,7 +98,7 @@ class SyntaxExplainer:
         """Report a line at column 1 that begins no item."""
         first = line.tokens[0]
         following = line.tokens[1].type if len(line.tokens) > 1 else ""
-        guess = _guess(first.value, ("kernel", "backward", "fn", "from"))
+        guess = _guess(first.value, ("kernel", "backward", "op", "fn", "from"))
         if first.value in _FOREIGN:
             help = _FOREIGN[first.value]
         elif first.value == "backward":
@@ -114,7 +108,7 @@ class SyntaxExplainer:
         elif first.type in _STATEMENT_STARTS or any(t.type in ("EQUAL", "PLUS_EQUAL") for t in line.tokens):
             help = "indent statements by four spaces under the kernel they belong to"
         else:
-            help = "a file holds a docstring, then items that begin with from, fn, kernel or backward"
+            help = "a file holds a docstring, then items that begin with from, fn, kernel, backward or op"
         self.error("K0118", f"{_found(first)} cannot begin a line outside a kernel", first, help)
 
     def explain(self, saved: InteractiveParser, line: Line, token: Token) -> None:
@@ -137,6 +131,13 @@ class SyntaxExplainer:
             )
         elif token.type == "NEWLINE" and "COLON" in accepts:
             self.missing_colon(line)
+        elif token.type == "AT" and "STAR" in accepts:
+            self.error(
+                "K0101",
+                "'@' is not an operator of kernels",
+                token,
+                "it is the library's matrix product in an op; in a kernel sum(a[m, k] * b[k, n], k) is one",
+            )
         elif len(before) == 1 and first.type == "NAME" and token.type in ("NAME", "NUMBER"):
             self.unknown_statement(first)
         elif token.value in KEYWORDS and "NAME" in accepts and "NUMBER" not in accepts:
@@ -172,8 +173,16 @@ class SyntaxExplainer:
             "K0123",
             f"this {line.tokens[0]} line must end with ':'",
             line.tokens[-1],
-            f"it is written {_FORMS[line.tokens[0].type]}",
+            f"it is written {_form(line)}",
         )
+
+
+def _form(line: Line) -> str:
+    """How a line that opens a block is written."""
+    first, words = line.tokens[0], {t.value for t in line.tokens}
+    if first.type == "NAME":
+        return "forward: or backward(d_y):"
+    return "for c in chunks(B):" if first.type == "FOR" and "chunks" in words else _FORMS[first.type]
 
 
 def _guess(word: str, among: tuple[str, ...]) -> str:
@@ -218,9 +227,9 @@ def _kind_of_name(before: list[Token]) -> str:
     if not before:
         return "a name"
     first, last = before[0].type, before[-1].type
-    if first in ("KERNEL", "BACKWARD"):
+    if first in _HEADS:
         if last == first:
-            return "the name of the kernel"
+            return "the name of the op" if first == "OP" else "the name of the kernel"
         if last == "COLON" or before[-1].value in ("inout", "const", "|"):
             return "a type"
         return "the name of a parameter"
@@ -235,7 +244,7 @@ def _help(token: Token, before: list[Token], accepts: set[str]) -> str:
     kind, first = token.type, before[0].type if before else token.type
     operand_before = "PLUS" in accepts
     opened = _innermost_bracket(before)
-    if kind == "EQUAL" and opened == "LPAR" and first not in ("KERNEL", "BACKWARD"):
+    if kind == "EQUAL" and opened == "LPAR" and first not in _HEADS:
         return "arguments are given by position, without names; equality is written =="
     if kind == "EQUAL" and first in ("IF", "ELIF", "REQUIRE"):
         return "equality is written =="
@@ -245,7 +254,7 @@ def _help(token: Token, before: list[Token], accepts: set[str]) -> str:
         return "write where(condition, a, b) for a choice by element"
     if kind == "FOR" and before:
         return "there are no comprehensions; reduce over an index instead, as in sum(x[m, n], n)"
-    if kind == "COLON" and opened == "LSQB" and first not in ("KERNEL", "BACKWARD"):
+    if kind == "COLON" and opened == "LSQB" and first not in _HEADS:
         return "there are no slices: a subscript names one index for each dimension, as in x[m, n + 1]"
     if kind == "_DOT":
         return "names have no attributes and functions are called by their plain name, as in exp(a)"

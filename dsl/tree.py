@@ -14,6 +14,8 @@ from lark import Token, Transformer
 
 from kgen.dsl import ast
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.host import ast as host
+from kgen.dsl.host.tree import HostTree
 from kgen.dsl.lexing import Line, number_value, token_span
 from kgen.dsl.source import NOWHERE, SourceFile, Span
 
@@ -52,7 +54,7 @@ class _Docstring:
         self.span = span
 
 
-class TreeBuilder(Transformer):
+class TreeBuilder(HostTree, Transformer):
     """The parser's actions; `begin` names the file that is being parsed."""
 
     def __init__(self) -> None:
@@ -80,6 +82,10 @@ class TreeBuilder(Transformer):
 
     # ---- lists
 
+    def listed(self, more: _More | None) -> list[Any]:
+        """The items of a list that grew at its end."""
+        return _items(more)
+
     def nothing(self, _: list) -> None:
         return None
 
@@ -93,7 +99,7 @@ class TreeBuilder(Transformer):
 
     def module(self, children: list) -> ast.Module:
         doc = ""
-        imports, functions, kernels, backwards = [], [], [], []
+        imports, functions, kernels, backwards, ops = [], [], [], [], []
         for number, item in enumerate(_items(children[0])):
             if isinstance(item, _Docstring):
                 if number == 0:
@@ -107,9 +113,13 @@ class TreeBuilder(Transformer):
                 imports.append(item)
             elif isinstance(item, ast.Function):
                 functions.append(item)
+            elif isinstance(item, host.Op):
+                ops.append(item)
             else:
                 (backwards if isinstance(item, ast.Backward) else kernels).append(item)
-        return ast.Module(self.source.path, doc, tuple(imports), tuple(functions), tuple(kernels), tuple(backwards))
+        return ast.Module(
+            self.source.path, doc, tuple(imports), tuple(functions), tuple(kernels), tuple(backwards), tuple(ops)
+        )
 
     def docstring(self, children: list) -> _Docstring:
         token = children[0]
@@ -118,7 +128,7 @@ class TreeBuilder(Transformer):
     def misplaced_docstring(self, doc: _Docstring) -> None:
         self.error(
             "K0117",
-            "a docstring stands only at the top of a file or first in a kernel",
+            "a docstring stands only at the top of a file or first in a kernel or op",
             doc.span,
             help="move it there, or make it a # comment",
         )

@@ -1,4 +1,4 @@
-"""From a `.kdsl` file or text to callable kernels."""
+"""From a `.kdsl` file or text to callable kernels and ops."""
 
 from __future__ import annotations
 
@@ -8,31 +8,45 @@ import importlib.resources
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kgen.dsl import ast
 from kgen.dsl.check import check_module
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.host import ir as host_ir
+from kgen.dsl.host.check import check_ops, source_of
 from kgen.dsl.source import SourceFile
+from kgen.runtime.host.op import HostOp
 from kgen.runtime.kernel import Kernel
 
 
 class KernelModule:
-    """The kernels of one file, as attributes (`module.rms_norm`) and by name (`module["rms_norm"]`); iterates names."""
+    """The kernels and ops of one file, as attributes (`module.rms_norm`) and by name (`module["rms_norm"]`); iterates
+    names."""
 
     def __init__(self, module: ast.Module) -> None:
         self.__name__ = Path(module.path).stem
         self.__file__ = module.path
         self.__doc__ = module.doc
-        self._kernels = {k.name: Kernel(module, k.name) for k in module.kernels}
+        own = {k.name: Kernel(module, k.name) for k in module.kernels}
+        self._kernels: dict[str, Any] = dict(own)
+        if module.ops:
+            source = source_of(module)
+            others: dict[str, Kernel] = {}
 
-    def __getitem__(self, name: str) -> Kernel:
-        """The kernel called `name`. Raises KeyError listing the names there are."""
+            def kernel(name: str, ref: host_ir.KernelRef) -> Kernel:
+                return own.get(name) or others.setdefault(name, Kernel(ref.module, ref.name))
+
+            self._kernels |= {o.name: HostOp(source, o.name, module.path, kernel) for o in module.ops}
+
+    def __getitem__(self, name: str) -> Any:
+        """The kernel or op called `name`. Raises KeyError listing the names there are."""
         try:
             return self._kernels[name]
         except KeyError:
             raise KeyError(self._unknown(name)) from None
 
-    def __getattr__(self, name: str) -> Kernel:
+    def __getattr__(self, name: str) -> Any:
         # Only reached where there is no ordinary attribute; `_kernels` is missing while unpickling.
         kernels = self.__dict__.get("_kernels", {})
         if name in kernels:
@@ -84,6 +98,7 @@ def loads(text: str, name: str = "<string>") -> KernelModule:
 def _module(module: ast.Module) -> KernelModule:
     diagnostics = Diagnostics()
     check_module(module, diagnostics)
+    check_ops(source_of(module), diagnostics)
     diagnostics.raise_if_errors()
     return KernelModule(module)
 

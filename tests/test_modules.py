@@ -107,10 +107,17 @@ def test_longer_cycles_and_several_mistakes_at_once(tmp_path):
     assert "main.kdsl -> a.kdsl -> main.kdsl" in str(caught.value)
 
 
-def test_kernels_cannot_be_imported(tmp_path):
-    path = write(tmp_path, main="from a import k\n", a="kernel k(x: inout T[N]):\n    x[0] = 1\n")
-    with pytest.raises(DslError, match="is a kernel, and only functions"):
-        load(path)
+def test_an_imported_kernel_keeps_to_the_names_of_its_file(tmp_path):
+    kernel = "fn f(a) = 2 * a\nkernel k(x: T[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = f(x[n])\n"
+    path = write(tmp_path, main="from a import k\nfn f(a) = a\n", a=kernel)
+    module = load(path).module
+    (imported,) = module.imported
+    assert imported.name == "k" and not module.kernels
+    (function,) = imported.module.functions
+    assert function.name == "f" and function.span.source.path.endswith("a.kdsl")
+    for text in ("from a import k\nfrom a import k\n", "from a import k\n" + kernel.replace("fn f(a) = 2 * a\n", "")):
+        with pytest.raises(DslError, match=r"\[K0154\]"):
+            load(write(tmp_path, main=text.replace("f(x[n])", "x[n]")))
 
 
 def test_files_that_cannot_be_read(tmp_path):

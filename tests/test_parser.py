@@ -331,14 +331,14 @@ def test_every_mistake_of_a_file_is_reported():
         + "kernel (x: T[N]):\n"  # 9
         + "    x[n] = )\n"  # 10
         + "fn h(a) = a\n"
-        + "op z():\n"  # 12
+        + "op z(x: T[N]) -> (y: T[N]):\n"
         + "    forward:\n"
-        + "        ~ nothing here is looked at (\n"
+        + "        y = x @\n"  # 14
         + "fn i(a, a = a\n"  # 15
     )
     diagnostics = Diagnostics()
     module = parse(SourceFile("bad.kdsl", text), diagnostics)
-    assert [d.span.line for d in diagnostics.sorted()] == [1, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15], str(
+    assert [d.span.line for d in diagnostics.sorted()] == [1, 3, 4, 5, 6, 7, 8, 9, 10, 14, 15], str(
         DslError(diagnostics.sorted())
     )
     # What is left is right as far as it goes.

@@ -10,6 +10,7 @@ from kgen.cli.app import UsageError
 from kgen.dsl import ast
 from kgen.dsl.check import check_module
 from kgen.dsl.diagnostics import Diagnostics, DslError, KgenError
+from kgen.dsl.host.check import check_ops, source_of
 from kgen.dsl.modules import LoadedModule, load
 
 
@@ -58,6 +59,7 @@ def read(path: Path) -> LoadedModule:
     loaded = load(path)
     diagnostics = Diagnostics()
     check_module(loaded.module, diagnostics)
+    check_ops(source_of(loaded.module), diagnostics)
     diagnostics.raise_if_errors()
     return loaded
 

@@ -1,0 +1,245 @@
+"""From a program to its plan: what is needed at all, which buffers there are, and how long each of them lives.
+
+Meaning is the program's (`kgen.dsl.host.ir`); here it is only decided what is left out because nothing asks for it,
+where a conversion is none, in what dtype sums are held, and when memory is taken and given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from kgen.codegen.host import plan
+from kgen.dsl.dtypes import DTYPES, F32, F64, DType
+from kgen.dsl.host import ir
+
+# How sums over chunks are held: in the dtype of the tensor, in f32 and rounded once, or (the reference) in f64.
+SUMS = {"param": None, "f32": F32, "f64": F64}
+
+
+def lower(program: ir.Program, dtypes: Mapping[str, DType], wanted: frozenset[str], accumulate: str) -> plan.Plan:
+    """The plan of `program` for dtype variables as in `dtypes`, the gradients of the parameters `wanted`, and sums held
+    as `accumulate`, one of `SUMS`, says."""
+    return _Lowering(program, dtypes, wanted, SUMS[accumulate]).run()
+
+
+class _Lowering:
+    def __init__(
+        self, program: ir.Program, dtypes: Mapping[str, DType], wanted: frozenset[str], wide: DType | None
+    ) -> None:
+        self.program = program
+        self.dtypes = dtypes
+        self.wide = wide
+        self.gradients = {n: t for n, t in program.gradients.items() if n in wanted}
+        self.buffers: dict[str, plan.Buffer] = {}
+        self.alias: dict[str, ir.View] = {}
+        self.held: dict[str, str] = {}  # a sum -> the wider buffer that it is summed in
+        self.sums: list[str] = []
+
+    def run(self) -> plan.Plan:
+        p = self.program
+        forward, backward = self._live(p.forward, p.backward if self.gradients else ())
+        self._find_aliases([*forward, *backward])
+        forward, backward = self._without_aliases(forward), self._without_aliases(backward)
+        made = {v.tensor for s in forward for v, how in self._views(s) if how != "read"}
+        used = {v.tensor for s in backward for v, _ in self._views(s)} | set(self.gradients.values())
+        outputs = tuple(p.outputs.items())
+        saved = tuple(sorted(made & used))
+        inputs = {n for n, t in p.tensors.items() if t.role == "in"}
+        changed = {v.tensor for s in backward for v, how in self._views(s) if how != "read"}
+        handed = (changed | set(self.gradients.values())) & set(saved)
+        self._plan_sums([*forward, *backward])
+        owns = [plan.Own(n, n in p.outputs.values()) for n in sorted(handed)]
+        steps = self._section(forward, keep={t for _, t in outputs} | set(saved), there=set())
+        back = self._section(backward, keep=set(self.gradients.values()), there=set(saved))
+        return plan.Plan(
+            name=p.name,
+            buffers=self.buffers,
+            forward=steps,
+            outputs=outputs,
+            backward=(*owns, *back),
+            upstream=tuple((n, t) for n, t in p.upstream.items() if t in used),
+            gradients=tuple(self.gradients.items()),
+            saved=saved,
+            saved_inputs=tuple(n for n in p.tensors if n in inputs & used),
+            sums=tuple(self.sums),
+            kernels={s.kernel: p.kernels[s.kernel] for s in _flat([*forward, *backward]) if isinstance(s, ir.Launch)},
+        )
+
+    # -- what is needed ------------------------------------------------------------------------------------------
+    def _live(
+        self, forward: Sequence[ir.Stmt], backward: Sequence[ir.Stmt]
+    ) -> tuple[tuple[ir.Stmt, ...], tuple[ir.Stmt, ...]]:
+        """The statements that outputs and wanted gradients depend on."""
+        needed = {*self.program.outputs.values(), *self.gradients.values()}
+        everything = [s for s in _flat([*forward, *backward]) if not isinstance(s, ir.Loop)]
+        before = -1
+        while len(needed) != before:
+            before = len(needed)
+            for s in everything:
+                if _writes(s) & needed:
+                    needed |= {v.tensor for v, _ in ir.views(s)}
+
+        def keep(body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
+            out: list[ir.Stmt] = []
+            for s in body:
+                if isinstance(s, ir.Loop):
+                    inner = keep(s.body)
+                    if inner:
+                        out.append(replace(s, body=inner))
+                elif _writes(s) & needed:
+                    out.append(s)
+            return tuple(out)
+
+        return keep(forward), keep(backward)
+
+    # -- conversions that are none -------------------------------------------------------------------------------
+    def dtype(self, name: str) -> DType:
+        """The dtype that a dtype or dtype variable is here."""
+        return DTYPES[name] if name in DTYPES else self.dtypes[name]
+
+    def _find_aliases(self, body: Sequence[ir.Stmt]) -> None:
+        """Conversions to the dtype that is there already, of what nothing changes afterwards."""
+        writes: dict[str, int] = {}
+        for s in _flat(body):
+            for n in _writes(s):
+                writes[n] = writes.get(n, 0) + 1
+        results = {*self.program.outputs.values(), *self.gradients.values()}
+        for s in _flat(body):
+            if not isinstance(s, ir.Convert) or self.dtype(s.target.dtype) != self.dtype(s.source.dtype):
+                continue
+            whole = not s.target.chunks and not s.target.transposed
+            source = self.program.tensors[s.source.tensor]
+            steady = writes.get(source.name, 0) == (source.role == "value")
+            if whole and steady and writes[s.target.tensor] == 1 and s.target.tensor not in results:
+                self.alias[s.target.tensor] = s.source
+
+    def _without_aliases(self, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
+        return tuple(
+            replace(s, body=self._without_aliases(s.body)) if isinstance(s, ir.Loop) else s
+            for s in body
+            if not (isinstance(s, ir.Convert) and s.target.tensor in self.alias)
+        )
+
+    def _views(self, s: ir.Stmt) -> Iterator[tuple[ir.View, str]]:
+        for v, how in ir.views(s):
+            yield self._seen(v), how
+
+    def _seen(self, v: ir.View) -> ir.View:
+        """`v` of the tensor that holds what it shows."""
+        while v.tensor in self.alias:
+            base = self.alias[v.tensor]
+            flip = len(base.shape) - 1
+            chunks = tuple((flip - a, c) for a, c in v.chunks) if base.transposed else v.chunks
+            v = replace(
+                v, tensor=base.tensor, chunks=(*base.chunks, *chunks), transposed=v.transposed != base.transposed
+            )
+        return v
+
+    # -- sums ----------------------------------------------------------------------------------------------------
+    def _plan_sums(self, body: Sequence[ir.Stmt]) -> None:
+        for s in _flat(body):
+            if not isinstance(s, ir.Product | ir.Sum) or (isinstance(s, ir.Product) and not s.add):
+                continue
+            t = self.program.tensors[s.target.tensor]
+            own = self.dtype(t.dtype)
+            if self.wide is not None and own.bits < self.wide.bits:
+                if t.name not in self.held:
+                    self.held[t.name] = name = self._unused(f"{t.name}_sum")
+                    self.buffers[name] = plan.Buffer(name, self.wide, t.shape)
+            elif own.bits < F32.bits and t.name not in self.sums:
+                self.sums.append(t.name)
+
+    def _unused(self, name: str) -> str:
+        while name in self.program.tensors or name in self.buffers:
+            name += "_"
+        return name
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+    def _section(self, body: Sequence[ir.Stmt], keep: set[str], there: set[str]) -> tuple[plan.Step, ...]:
+        """Steps with their buffers: each is there from the first statement that writes it to the last that uses it."""
+        adds: dict[str, int] = {}
+        for s in _flat(body):
+            for n in _added(s):
+                adds[n] = adds.get(n, 0) + 1
+        groups = [self._statement(s, adds, None) for s in body]
+        touched = [{v.tensor for v, _ in self._views(s)} for s in body]
+        owned = {n for names in touched for n in names if self.program.tensors[n].role == "value"}
+        first = {n: next(i for i, names in enumerate(touched) if n in names) for n in owned}
+        last = {n: max(i for i, names in enumerate(touched) if n in names) for n in owned}
+        last_add = {n: i for i, s in enumerate(body) for n in (a for x in _flat([s]) for a in _added(x))}
+        out: list[plan.Step] = []
+        settled: set[str] = set()
+        for i, steps in enumerate(groups):
+            for n in sorted(owned):
+                if first[n] == i and n not in there:
+                    out += self._new(n, adds, body[i])
+            out += steps
+            added = {a for x in _flat([body[i]]) for a in _added(x)}
+            for n in sorted(added & self.held.keys()):
+                out += self._settled(n, n not in settled, last_add[n] == i)
+                settled.add(n)
+            out += [plan.Free(n) for n in sorted(owned) if last[n] == i and n not in keep]
+        return tuple(out)
+
+    def _new(self, name: str, adds: Mapping[str, int], s: ir.Stmt) -> list[plan.Step]:
+        """Memory for a tensor that `s` is the first to touch."""
+        t = self.program.tensors[name]
+        self.buffers[name] = plan.Buffer(name, self.dtype(t.dtype), t.shape)
+        held = self.held.get(name)
+        summed = held or name
+        steps: list[plan.Step] = [plan.Alloc(self.buffers[summed])]
+        if adds.get(name, 0) > 1:
+            steps.append(plan.Zero(plan.View(summed)))
+        return steps
+
+    def _settled(self, name: str, first: bool, last: bool) -> list[plan.Step]:
+        """The sum as it stands, rounded to its own dtype."""
+        held = self.held[name]
+        steps: list[plan.Step] = [plan.Alloc(self.buffers[name])] if first else []
+        steps.append(plan.Convert(plan.View(name), plan.View(held)))
+        return [*steps, plan.Free(held)] if last else steps
+
+    def _statement(self, s: ir.Stmt, adds: Mapping[str, int], loop: ir.Loop | None) -> list[plan.Step]:
+        if isinstance(s, ir.Loop):
+            body = [step for inner in s.body for step in self._statement(inner, adds, s)]
+            # What the first iteration would have made is zero where there is none.
+            empty = tuple(plan.Zero(b.out) for b in body if isinstance(b, plan.Matmul | plan.Add) and b.first)
+            return [plan.Loop(s.chunk, s.dim, tuple(body), empty)]
+        if isinstance(s, ir.Launch):
+            arguments = tuple((n, self._view(a) if isinstance(a, ir.View) else a) for n, a in s.arguments)
+            return [plan.Launch(s.kernel, arguments, tuple(self._view(r) for r in s.results))]
+        if isinstance(s, ir.Convert):
+            return [plan.Convert(self._view(s.target), self._view(s.source))]
+        accumulate, first = False, None
+        if isinstance(s, ir.Sum) or s.add:
+            several = adds[s.target.tensor] > 1
+            sliced = loop is not None and any(c == loop.chunk for _, c in s.target.chunks)
+            accumulate = several or (loop is not None and not sliced)
+            first = loop.chunk if accumulate and not several and loop is not None else None
+        out = self._view(s.target, summed=isinstance(s, ir.Sum) or s.add)
+        if isinstance(s, ir.Sum):
+            return [plan.Add(out, self._view(s.source), accumulate, first)]
+        plus = None if s.plus is None else self._view(s.plus)
+        return [plan.Matmul(out, self._view(s.left), self._view(s.right), plus, accumulate, first)]
+
+    def _view(self, v: ir.View, *, summed: bool = False) -> plan.View:
+        v = self._seen(v)
+        return plan.View(self.held.get(v.tensor, v.tensor) if summed else v.tensor, v.chunks, v.transposed)
+
+
+def _flat(body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
+    """Every statement, those in loops too."""
+    for s in body:
+        yield s
+        if isinstance(s, ir.Loop):
+            yield from _flat(s.body)
+
+
+def _writes(s: ir.Stmt) -> set[str]:
+    return set() if isinstance(s, ir.Loop) else {v.tensor for v, how in ir.views(s) if how != "read"}
+
+
+def _added(s: ir.Stmt) -> list[str]:
+    """The tensor that a statement adds to, if it does."""
+    return [s.target.tensor] if isinstance(s, ir.Sum) or (isinstance(s, ir.Product) and s.add) else []

@@ -1,0 +1,261 @@
+"""The checker of host programs: from `op` items to `ir.Program`, and every mistake on the way.
+
+`check_ops` goes through every op of a file along every combination of its choices; `elaborate_op` makes the program for
+one. Both run the same code. Not checked here: that the kernels that are called are right, which is their own check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kgen.dsl import ast
+from kgen.dsl import ir as tiles
+from kgen.dsl.check.scope import Choices
+from kgen.dsl.check.signature import Signature, TensorParam, index_poly, signature_of
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import DTYPES, F32
+from kgen.dsl.host import ast as host
+from kgen.dsl.host import ir
+from kgen.dsl.host.scope import GRADIENT, Callee, HostSpecialization, Scope, Stop
+from kgen.dsl.host.statements import Statements, gradient_of
+from kgen.dsl.source import Span
+
+
+@dataclass(frozen=True)
+class Source:
+    """The ops of a file and the kernels that they may call."""
+
+    ops: tuple[host.Op, ...]
+    kernels: Mapping[str, ir.KernelRef]
+
+
+def source_of(module: ast.Module) -> Source:
+    """The ops of a file, with its own kernels and those that it imports."""
+    own = {k.name: ir.KernelRef(module, k.name) for k in module.kernels}
+    return Source(module.ops, {**{k.name: ir.KernelRef(k.module, k.name) for k in module.imported}, **own})
+
+
+def check_ops(source: Source, diagnostics: Diagnostics) -> None:
+    """Report every mistake in the ops of a file."""
+    callees = _callees(source)
+    names: dict[str, Span] = {n: _declared(r).name_span for n, r in source.kernels.items()}
+    for op in source.ops:
+        if op.name in names:
+            diagnostics.error(
+                "K0200",
+                f"op '{op.name}' is declared twice",
+                op.name_span,
+                help="give one of them another name",
+                notes=(f"first declared at {names[op.name]}",),
+            )
+            continue
+        names[op.name] = op.name_span
+        before = len(diagnostics.items)
+        signature = _signature(op, diagnostics)
+        _requirements(op, signature, diagnostics)
+        if len(diagnostics.items) > before:
+            continue
+        choices = Choices()
+        while True:
+            _elaborate(op, signature, callees, diagnostics, None, choices)
+            if not choices.next_path():
+                break
+
+
+def elaborate_op(source: Source, name: str, spec: HostSpecialization) -> ir.Program:
+    """The program of op `name`, settled. Raises DslError with every mistake found, KeyError if there is no such op."""
+    op = next((o for o in source.ops if o.name == name), None)
+    if op is None:
+        raise KeyError(name)
+    diagnostics = Diagnostics()
+    signature = _signature(op, diagnostics)
+    diagnostics.raise_if_errors()
+    program = _elaborate(op, signature, _callees(source), diagnostics, spec, Choices())
+    diagnostics.raise_if_errors()
+    assert program is not None
+    return program
+
+
+def header(op: host.Op) -> tiles.Kernel:
+    """The signature and the requirements of an op in the form of a kernel without statements, which is what binds the
+    sizes of a call. Dtypes that are variables stand as f32."""
+    diagnostics = Diagnostics()
+    signature = _signature(op, diagnostics)
+    requires = _requirements(op, signature, diagnostics)
+    diagnostics.raise_if_errors()
+    return tiles.Kernel(
+        name=op.name,
+        doc=op.doc,
+        dims=signature.dims,
+        tensors=tuple(
+            tiles.Tensor(t.name, DTYPES.get(t.dtype, F32), t.shape, t.role, t.star, t.optional, t.span)
+            for t in signature.tensors
+        ),
+        scalars=(),
+        axes=(),
+        requires=requires,
+        body=(),
+        consts=(),
+        dtypes=(),
+        span=op.name_span,
+    )
+
+
+def _callees(source: Source) -> dict[str, Callee]:
+    out = {}
+    for name, ref in source.kernels.items():
+        ignored = Diagnostics()  # its own check reports it
+        out[name] = Callee(ref, signature_of(_declared(ref), ignored))
+    return out
+
+
+def _declared(ref: ir.KernelRef) -> ast.Kernel:
+    return next(k for k in ref.module.kernels if k.name == ref.name)
+
+
+def _signature(op: host.Op, diagnostics: Diagnostics) -> Signature:
+    signature = signature_of(op.header, diagnostics)
+    for p in signature.params:
+        if isinstance(p, TensorParam) and p.role == "inout":
+            diagnostics.error(
+                "K0607", f"'{p.name}' of an op is inout", p.span, help="an op writes its outputs only: remove inout"
+            )
+        if p.name.startswith(GRADIENT) and any(p.name == GRADIENT + o.name for o in signature.params):
+            diagnostics.error(
+                "K0615", f"'{p.name}' is the name of a gradient", p.span, help="give the parameter another name"
+            )
+    if not signature.outputs:
+        diagnostics.error("K0610", f"op '{op.name}' has no output", op.name_span, help="add `-> (y: T[...])`")
+    _sections(op, signature, diagnostics)
+    return signature
+
+
+def _sections(op: host.Op, signature: Signature, diagnostics: Diagnostics) -> None:
+    seen: set[str] = set()
+    outputs = [GRADIENT + o.name for o in signature.outputs]
+    for s in op.sections:
+        if s.name not in ("forward", "backward"):
+            diagnostics.error(
+                "K0609", f"there is no section '{s.name}'", s.name_span, help="an op has forward: and backward(...):"
+            )
+        elif s.name in seen:
+            diagnostics.error("K0609", f"'{s.name}' stands twice", s.name_span, help="put both in one section")
+        elif s.name == "forward" and s.arguments:
+            diagnostics.error("K0609", "'forward' takes no arguments", s.arguments[0].span, help="write forward:")
+        elif s.name == "backward" and [a.id for a in s.arguments] != outputs:
+            diagnostics.error(
+                "K0609",
+                "'backward' takes the gradient of each output",
+                s.name_span,
+                help=f"write backward({', '.join(outputs)}):",
+            )
+        seen.add(s.name)
+    if "forward" not in seen and seen <= {"backward"}:  # a misspelt one was reported
+        diagnostics.error(
+            "K0609", f"op '{op.name}' has no forward section", op.name_span, help="add forward: and its statements"
+        )
+
+
+def _requirements(op: host.Op, signature: Signature, diagnostics: Diagnostics) -> tuple[tiles.Requirement, ...]:
+    scope = Scope(signature, {}, diagnostics, None, Choices())
+    statements = Statements(scope)
+    out: list[tiles.Requirement] = []
+    pending = [r.condition for r in op.requires]
+    while pending:
+        e = pending.pop(0)
+        if isinstance(e, ast.Binary) and e.op == "and":
+            pending[:0] = [e.left, e.right]
+            continue
+        try:
+            if not (isinstance(e, ast.Binary) and e.op in ("==", "!=", "<", "<=", ">", ">=")):
+                raise scope.fail("K0613", "'require' needs a comparison of dimensions", e.span, "as in require V >= 1")
+            left, right = (index_poly(x, statements._dimension, diagnostics) for x in (e.left, e.right))
+        except Stop:
+            continue
+        if left is not None and right is not None:
+            out.append(tiles.Requirement(e.op, left, right, e.span))
+    return tuple(out)
+
+
+def _elaborate(
+    op: host.Op,
+    signature: Signature,
+    callees: Mapping[str, Callee],
+    diagnostics: Diagnostics,
+    spec: HostSpecialization | None,
+    choices: Choices,
+) -> ir.Program | None:
+    """One elaboration on one path; None if it found a mistake."""
+    before = len(diagnostics.items)
+    scope = Scope(signature, callees, diagnostics, spec, choices)
+    scope.taken = {p.name for p in signature.params}
+    for name, p in scope.inputs.items():
+        if scope.is_present(p) if p.optional and spec is not None else not p.optional:
+            _declare_input(scope, name, p)
+    statements = Statements(scope)
+    sections = {s.name: s for s in op.sections}
+    scope.results = {o.name: o for o in signature.outputs}
+    if spec is None:  # optional tensors are asked for where they are used, so that no path is taken in vain
+        scope.names = _Optional(scope)
+    statements.block(sections["forward"].body)
+    forward, scope.body = tuple(scope.body), []
+    outputs = _results(scope, op, [o.name for o in signature.outputs], "output")
+    upstream: dict[str, str] = {}
+    gradients: dict[str, str] = {}
+    if "backward" in sections:
+        for o, name in zip(signature.outputs, sections["backward"].arguments, strict=True):
+            view = scope.tensor(name.id, o.dtype, scope.shape(o), "upstream", name.span)
+            scope.names[name.id] = view
+            upstream[o.name] = view.tensor
+        scope.results = {GRADIENT + n: gradient_of(p) for n, p in scope.inputs.items()}
+        statements.block(sections["backward"].body)
+        for name in scope.inputs:
+            found = dict.get(scope.names, GRADIENT + name)
+            if found is not None and found.tensor in scope.written:
+                gradients[name] = found.tensor
+    if scope.broken or len(diagnostics.items) > before:
+        return None
+    return ir.Program(
+        op.name,
+        signature,
+        scope.tensors,
+        forward,
+        outputs,
+        tuple(scope.body),
+        upstream,
+        gradients,
+        {name: callees[name].ref for name in sorted(scope.used)},
+    )
+
+
+def _declare_input(scope: Scope, name: str, p: TensorParam) -> None:
+    scope.tensors[name] = ir.Tensor(name, p.dtype, scope.shape(p), "in", p.span)
+    scope.written.add(name)
+    scope.names[name] = ir.View(name, (), False, p.dtype, scope.shape(p), p.span)
+
+
+class _Optional(dict[str, ir.View]):
+    """Names, among which an optional tensor appears once it was asked whether it is there, and it is."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope.names)
+        self._scope = scope
+
+    def get(self, name: str, default: ir.View | None = None) -> ir.View | None:  # pyright: ignore
+        p = self._scope.inputs.get(name)
+        if p is not None and p.optional and name not in self and self._scope.is_present(p):
+            _declare_input(self._scope, name, p)
+        return super().get(name, default)
+
+
+def _results(scope: Scope, op: host.Op, names: list[str], what: str) -> dict[str, str]:
+    out = {}
+    for name in names:
+        found = scope.names.get(name)
+        if found is None or found.tensor not in scope.written:
+            if name not in scope.failed:
+                scope.fail("K0610", f"{what} '{name}' is never assigned", op.name_span, f"assign {name} = ...")
+            continue
+        out[name] = found.tensor
+    return out

@@ -1,0 +1,165 @@
+"""What names mean at a point of a host program, and how mistakes in it are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kgen.dsl import ast
+from kgen.dsl.affine import Poly
+from kgen.dsl.check.scope import Choices
+from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES, DType
+from kgen.dsl.host import ir
+from kgen.dsl.source import Span
+
+GRADIENT = "d_"  # before the name of a parameter: its gradient
+
+
+@dataclass(frozen=True)
+class HostSpecialization:
+    """What a program is settled to: values of const parameters, the optional tensors that are there, and the parameters
+    whose gradients are wanted."""
+
+    consts: Mapping[str, int | float | bool]
+    present: frozenset[str]
+    wanted: frozenset[str]
+
+
+class Stop(Exception):
+    """A mistake was reported; the rest of the statement has no meaning."""
+
+
+@dataclass(frozen=True)
+class Callee:
+    """A kernel that may be called: where it is, and its header."""
+
+    ref: ir.KernelRef
+    signature: Signature
+
+
+@dataclass
+class Loop:
+    """A loop that is being elaborated: the index as written, its symbol and the dimension it goes over."""
+
+    index: str
+    chunk: str
+    dim: str
+
+
+@dataclass
+class Scope:
+    """The state of one elaboration. `spec` is None where a file is checked along all of its `choices`."""
+
+    signature: Signature
+    callees: Mapping[str, Callee]
+    diagnostics: Diagnostics
+    spec: HostSpecialization | None
+    choices: Choices
+    tensors: dict[str, ir.Tensor] = field(default_factory=dict)
+    names: dict[str, ir.View] = field(default_factory=dict)  # the user's name -> what it stands for now
+    results: dict[str, TensorParam] = field(default_factory=dict)  # outputs and gradients that may be assigned
+    written: set[str] = field(default_factory=set)
+    sums: dict[str, str] = field(default_factory=dict)  # tensor that is accumulated -> the loop it happens in
+    failed: set[str] = field(default_factory=set)
+    loops: list[Loop] = field(default_factory=list)
+    body: list[ir.Stmt] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)  # kernels that are called
+    taken: set[str] = field(default_factory=set)
+    broken: bool = False
+
+    # -- mistakes ------------------------------------------------------------------------------------------------
+    def fail(self, code: str, message: str, span: Span, help: str, *, label: str = "") -> Stop:
+        """Report a mistake; raise what comes back to leave the statement."""
+        self.broken = True
+        taken = self.choices.describe() if self.spec is None else ()
+        notes = (f"this is so when {' and '.join(taken)}",) if taken else ()
+        self.diagnostics.error(code, message, span, label=label, help=help, notes=notes)
+        return Stop()
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+    @property
+    def scalars(self) -> dict[str, ScalarParam]:
+        """The scalar parameters by name."""
+        return {s.name: s for s in self.signature.scalars}
+
+    @property
+    def inputs(self) -> dict[str, TensorParam]:
+        """The tensor parameters by name."""
+        return {p.name: p for p in self.signature.params if isinstance(p, TensorParam)}
+
+    def const(self, name: str) -> int | float | bool | None:
+        """The value of a const parameter, where it is known."""
+        return None if self.spec is None else self.spec.consts.get(name)
+
+    def is_present(self, p: TensorParam) -> bool:
+        """Whether an optional tensor is there."""
+        if not p.optional:
+            return True
+        return p.name in self.spec.present if self.spec is not None else self.choices.decide(p.name)
+
+    def is_wanted(self, name: str) -> bool:
+        """Whether the gradient of parameter `name` is wanted."""
+        return name in self.spec.wanted if self.spec is not None else self.choices.decide(GRADIENT + name)
+
+    def dim(self, name: str) -> Poly | None:
+        """A dimension, a const integer or the extent of a chunk; None for any other name."""
+        for loop in self.loops:
+            if loop.index == name:
+                return Poly.sym(loop.chunk)
+        if name in self.signature.dims:
+            return Poly.sym(name)
+        scalar = self.scalars.get(name)
+        if scalar is not None and scalar.const and DTYPES[scalar.dtype].kind == "int":
+            value = self.const(name)
+            return Poly.sym(name) if value is None else Poly.const(int(value))
+        return None
+
+    def shape(self, p: TensorParam) -> tuple[Poly, ...]:
+        """The shape of a parameter, with the const integers that are known put in."""
+        if self.spec is None:
+            return p.shape
+        ints = {k: int(v) for k, v in self.spec.consts.items() if isinstance(v, int) and not isinstance(v, bool)}
+        return tuple(d.substitute(ints) for d in p.shape)
+
+    def dtypes(self, name: str) -> tuple[DType, ...]:
+        """The dtypes that a dtype or a dtype variable may be."""
+        return (DTYPES[name],) if name in DTYPES else self.signature.dtype_vars.get(name, VARIABLE_DTYPES)
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+    def unique(self, hint: str) -> str:
+        """`hint`, or `hint_2`, `hint_3`, ... if it is taken; the name is taken from now on."""
+        name, n = hint, 2
+        while name in self.taken or name in self.signature.dims:
+            name, n = f"{hint}_{n}", n + 1
+        self.taken.add(name)
+        return name
+
+    def tensor(self, hint: str, dtype: str, shape: tuple[Poly, ...], role: str, span: Span) -> ir.View:
+        """A new tensor, as a view of the whole."""
+        name = self.unique(hint)
+        self.tensors[name] = ir.Tensor(name, dtype, shape, role, span)
+        if role != "value":
+            self.written.add(name)
+        return ir.View(name, (), False, dtype, shape, span)
+
+    def kind(self, name: str) -> str | None:
+        """What a name that cannot be a value means."""
+        if name in self.scalars or name in self.inputs:
+            return "a parameter"
+        if name in self.signature.dims:
+            return "a dimension"
+        if any(loop.index == name for loop in self.loops):
+            return "a chunk"
+        return None
+
+
+def shape_text(shape: tuple[Poly, ...]) -> str:
+    """A shape as it is written."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def poly_names(e: ast.Expr) -> set[str]:
+    """The names in an integer expression."""
+    return {n.id for n in ast.walk(e) if isinstance(n, ast.Name)}

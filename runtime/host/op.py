@@ -1,0 +1,427 @@
+"""An op as a Python function on tensors.
+
+A call is classified once (`Ready`): dtypes, sizes, constants, which tensors are there, which gradients are wanted. What
+remains of a warm call is to walk the plan's steps. Where an input requires grad, the backward section of the op is its
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kgen.codegen.host import plan, sizing
+from kgen.codegen.host.lower import lower
+from kgen.codegen.shapes import ShapeError, bind_dims, full_shape, leading_shapes
+from kgen.codegen.torch_dtypes import TORCH
+from kgen.dsl.check import Signature, Specialization, TensorParam, signature_of
+from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.host import ir
+from kgen.dsl.host.check import Source, elaborate_op, header
+from kgen.dsl.host.scope import HostSpecialization
+from kgen.runtime import registry
+from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
+from kgen.runtime.errors import ArgumentError
+from kgen.runtime.flight import SingleFlight
+from kgen.runtime.host.walk import Env, Walk
+from kgen.runtime.kernel import Kernel
+
+MAX_READY = 4096
+ACCUMULATE = ("auto", "param", "f32")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call may choose without changing what is computed: see `HostOp.__call__`."""
+
+    workspace_mb: float
+    accumulate: str
+    chunk: int | None
+
+    @staticmethod
+    def of(name: str, workspace_mb: float | None, accumulate: str, chunk: int | None) -> Options:
+        """Checked, with the defaults filled in. Raises ArgumentError."""
+        if accumulate not in ACCUMULATE:
+            raise ArgumentError(f"{name}: accumulate must be one of {', '.join(ACCUMULATE)}, got {accumulate!r}")
+        if workspace_mb is None:
+            workspace_mb = _workspace_from_environment()
+        if not workspace_mb > 0.0 or not math.isfinite(workspace_mb):
+            raise ArgumentError(f"{name}: workspace_mb must be a positive number, got {workspace_mb!r}")
+        if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+            raise ArgumentError(f"{name}: chunk must be a positive number of rows, got {chunk!r}")
+        return Options(float(workspace_mb), accumulate, chunk)
+
+
+def _workspace_from_environment() -> float:
+    text = os.environ.get("KGEN_WORKSPACE_MB", "")
+    try:
+        value = float(text) if text else sizing.DEFAULT_MB
+    except ValueError:
+        value = 0.0
+    if not value > 0.0 or not math.isfinite(value):
+        raise ArgumentError(f"KGEN_WORKSPACE_MB must be a positive number, got {text!r}")
+    return value
+
+
+class HostOp:
+    """One op of a `.kdsl` file, callable with torch tensors: arguments as its signature has them, then options."""
+
+    def __init__(self, source: Source, name: str, path: str, kernel: Callable[[str, ir.KernelRef], Kernel]) -> None:
+        op = next(o for o in source.ops if o.name == name)
+        self.source = source
+        self.path = path
+        self.name = self.__name__ = name
+        self.__doc__ = op.doc or f"The op `{name}` of {path}."
+        self.header = header(op)
+        self.signature: Signature = signature_of(op.header, Diagnostics())
+        self.has_backward = any(s.name == "backward" for s in op.sections)
+        params = self.signature.params
+        self.tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
+        self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
+        self._kernel = kernel
+        self._binder = Binder(self.signature)
+        self._ready: dict[tuple[Any, ...], Ready] = {}
+        self._programs: SingleFlight[tuple[Any, ...], ir.Program] = SingleFlight()
+        self._plans: SingleFlight[tuple[Any, ...], plan.Plan] = SingleFlight()
+
+    def __repr__(self) -> str:
+        return f"<op {self.name} of {self.path}>"
+
+    def __copy__(self) -> HostOp:
+        return self
+
+    def __deepcopy__(self, _: Any) -> HostOp:
+        return self
+
+    def __call__(
+        self,
+        *args: Any,
+        backend: str | None = None,
+        workspace_mb: float | None = None,
+        accumulate: str = "auto",
+        chunk: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the op and return its output, or a tuple of them.
+
+        backend: of the kernels; the reference multiplies matrices in float64. workspace_mb: MiB for what grows with a
+        chunk; without it KGEN_WORKSPACE_MB, or 512. accumulate: how a sum over chunks is held whose tensor is f16 or
+        bf16: `param` in that dtype, rounded at each chunk; `f32`, a buffer more, rounded once; `auto` so that the error
+        does not grow with the number of chunks, in the less memory. chunk: the rows of a chunk, instead of a budget.
+
+        Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run.
+        """
+        values = self._binder.bind(args, kwargs)
+        options = Options.of(self.name, workspace_mb, accumulate, chunk)
+        if torch.compiler.is_dynamo_compiling() or any(is_symbolic(values[i]) for i in self.tensor_at):
+            from kgen.runtime.host import library  # imports torch.compile's machinery
+
+            return library.call(self, values, options, backend)
+        choice = registry.requested(backend)
+        wanted = self.requiring(values) if torch.is_grad_enabled() else ()
+        ready = self.ready(values, wanted, choice, options)
+        if wanted:
+            function = _TransformedCall if torch._C._are_functorch_transforms_active() else _Call
+            results = cast(Any, function).apply(ready, *values)
+            results = results[: ready.outputs]
+        else:
+            with torch.no_grad():
+                results, _ = ready.forward(values)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def requiring(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """The parameters among `values` that ask for a gradient."""
+        return tuple([i for i in self.tensor_at if getattr(values[i], "requires_grad", False)])
+
+    def ready(self, values: Sequence[Any], wanted: tuple[int, ...], choice: str, options: Options) -> Ready:
+        """The call classified, found or made. Raises as `__call__` does."""
+        key: tuple[Any, ...] | None = (
+            choice,
+            wanted,
+            options,
+            *[(t.dtype, t.device, t.shape) if isinstance(t := values[i], torch.Tensor) else t for i in self.tensor_at],
+            *[(type(v := values[i]), repr(v)) for i in self.const_at],
+        )
+        try:
+            found = self._ready.get(key)
+        except TypeError:  # something unhashable where a tensor is expected, which examine says
+            key, found = None, None
+        if found is None:
+            found = self._prepare(values, wanted, choice, options)
+            if key is not None:
+                if len(self._ready) >= MAX_READY:
+                    self._ready.clear()
+                self._ready[key] = found
+        return found
+
+    def _prepare(self, values: Sequence[Any], wanted: tuple[int, ...], choice: str, options: Options) -> Ready:
+        spec, device = examine(self.signature, values, None, plain=False)
+        executor = registry.resolve(choice, device)
+        dims, leading = self.bind(values, spec)
+        p, sizes = self.plan(spec, wanted, dims, options, executor.backend)
+        kernels = {name: self._kernel(name, ref) for name, ref in p.kernels.items()}
+
+        def walk(steps: Sequence[plan.Step]) -> Walk:
+            return Walk(p, steps, dims, sizes.chunks, device, executor.backend, kernels)
+
+        return Ready(self, p, walk, dims, leading, device)
+
+    # -- once for each signature ---------------------------------------------------------------------------------
+    def bind(self, values: Sequence[Any], spec: Specialization) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """The sizes of the dimensions, and what is behind starred ones. Sizes may be symbolic."""
+        ints = {n: int(v) for n, v in spec.consts.items() if isinstance(v, int) and not isinstance(v, bool)}
+        tensors = tuple(t for t in self.header.tensors if not t.optional or t.name in spec.present)
+        used = {n for t in tensors for d in t.shape for n in d.symbols}
+        head = replace(
+            self.header,
+            tensors=tensors,
+            dims=tuple(d for d in self.header.dims if d in used),
+            consts=tuple(sorted(ints.items())),
+        )
+        shapes = {
+            p.name: tuple(v.shape)
+            for p, v in zip(self.signature.params, values, strict=True)
+            if isinstance(p, TensorParam) and v is not None
+        }
+        try:
+            return {**ints, **bind_dims(head, shapes)}, leading_shapes(head, shapes)
+        except ShapeError as error:
+            raise ArgumentError(str(error)) from None
+
+    def program(self, spec: Specialization, wanted: frozenset[str]) -> ir.Program:
+        """The program for constants and optional tensors of `spec` and the gradients `wanted`; made once for each."""
+        key = (_consts_key(spec.consts), spec.present, wanted)
+        settled = HostSpecialization(spec.consts, spec.present, wanted)
+        return self._programs.get_or_build(key, lambda: elaborate_op(self.source, self.name, settled))
+
+    def plan_for(self, spec: Specialization, wanted: tuple[int, ...], accumulate: str) -> plan.Plan:
+        """The plan with sums held as `kgen.codegen.host.lower` says for `accumulate`; made once for each."""
+        names = frozenset(self.signature.params[i].name for i in wanted)
+        dtypes = tuple(sorted((n, d.name) for n, d in spec.dtypes.items()))
+        key = (_consts_key(spec.consts), spec.present, names, dtypes, accumulate)
+
+        def build() -> plan.Plan:
+            program = self.program(spec, names)
+            without = sorted(names - program.gradients.keys())
+            if without:
+                what = "has no backward section" if not self.has_backward else f"gives no gradient of '{without[0]}'"
+                raise ArgumentError(
+                    f"{self.name}: argument '{without[0]}' requires grad, and the op {what}; detach it, or call under "
+                    f"torch.no_grad()"
+                )
+            return lower(program, spec.dtypes, names, accumulate)
+
+        return self._plans.get_or_build(key, build)
+
+    def plan(
+        self, spec: Specialization, wanted: tuple[int, ...], dims: Mapping[str, int], options: Options, backend: str
+    ) -> tuple[plan.Plan, sizing.Sizes]:
+        """The plan and the chunks of a call."""
+        narrow = self.plan_for(spec, wanted, "param")
+        budget = options.workspace_mb * 2**20
+        sizes = sizing.sizes(narrow, dims, budget, options.accumulate, options.chunk)
+        if backend == "reference" and options.accumulate != "param":
+            return self.plan_for(spec, wanted, "f64"), sizes
+        return (narrow if sizes.accumulate == "param" else self.plan_for(spec, wanted, "f32")), sizes
+
+
+class Ready:
+    """Everything about calls of one signature: the plan, its sizes, and the walks of both directions."""
+
+    def __init__(
+        self,
+        op: HostOp,
+        p: plan.Plan,
+        walk: Callable[[Sequence[plan.Step]], Walk],
+        dims: Mapping[str, int],
+        leading: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        self.op = op
+        self.plan = p
+        self.dims = dims
+        self.device = device
+        self.outputs = len(p.outputs)
+        self._walk = walk
+        params = op.signature.params
+        self._flat = {q.name: tuple(d.evaluate(dims) for d in q.shape) for q in op.signature.tensors if _bound(q, dims)}
+        self._full = {t.name: full_shape(t, dims, leading) for t in op.header.tensors if _bound(t, dims)}
+        self._tensors = [(i, params[i].name) for i in op.tensor_at]
+        self._scalars = [
+            (i, q.name, scalar_converter(op.name, q.name, DTYPES[q.dtype]))
+            for i, q in enumerate(params)
+            if not isinstance(q, TensorParam) and q.dtype in DTYPES
+        ]
+        self._position = {q.name: i for i, q in enumerate(params)}
+        self._forward = walk(p.forward)
+
+    @cached_property
+    def _backward(self) -> Walk:
+        return self._walk(self.plan.backward)
+
+    def forward(self, values: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs, and what the backward pass needs besides arguments."""
+        env = self._given(values, [n for _, n in self._tensors])
+        self._forward.run(env, donated=False)
+        outputs = [env[b].view(self._full[n]) for n, b in self.plan.outputs]
+        return outputs, [env[n] for n in self.plan.saved]
+
+    def backward(
+        self,
+        values: Sequence[Any],
+        saved: Sequence[torch.Tensor],
+        upstream: Sequence[torch.Tensor | None],
+        *,
+        donated: bool,
+    ) -> dict[int, torch.Tensor]:
+        """The gradient of each wanted parameter. `upstream` has the gradients of all outputs, None where none came."""
+        env = self._given(values, self.plan.saved_inputs)
+        env.update(zip(self.plan.saved, saved, strict=True))
+        given = {name: g for (name, _), g in zip(self.plan.outputs, upstream, strict=True)}
+        for name, buffer in self.plan.upstream:
+            g = given[name]
+            shape = self._flat[name]
+            env[buffer] = self._zeros(buffer, shape) if g is None else g.reshape(shape)
+        self._backward.run(env, donated=donated)
+        return {self._position[n]: env[b].view(self._full[n]) for n, b in self.plan.gradients}
+
+    def _zeros(self, buffer: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, device=self.device)
+
+    def _given(self, values: Sequence[Any], names: Sequence[str]) -> Env:
+        env: Env = {name: convert(values[i]) for i, name, convert in self._scalars}
+        for name in names:
+            t = values[self._position[name]]
+            if t is not None:
+                shape = self._flat[name]
+                env[name] = t.detach() if t.shape == shape else t.detach().reshape(shape)
+        return env
+
+
+def _bound(t: Any, dims: Mapping[str, int]) -> bool:
+    return all(n in dims for d in t.shape for n in d.symbols)
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+class _Call(torch.autograd.Function):
+    """One call that records gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: Ready, *values: Any) -> Any:
+        outputs, saved = ready.forward(values)
+        _keep(ctx, ready, values, outputs)
+        # Not among the saved tensors: what is donated to a gradient must be nobody else's, hooks of them included.
+        ctx.made = saved
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ready: Ready = ctx.ready
+        if all(g is None for g in grads):
+            return (None,) * (1 + len(ctx.values))
+        values = _kept(ctx)  # raises where the graph is gone
+        again = cast(Any, torch._C)._autograd._get_current_graph_task_keep_graph()
+        made = ctx.made
+        if not again:
+            ctx.made = None
+        found = ready.backward(values, made, grads, donated=not again)
+        return (None, *(found.get(i) for i in range(len(values))))
+
+
+class _TransformedCall(torch.autograd.Function):
+    """The same in the form that torch.func takes."""
+
+    @staticmethod
+    def forward(ready: Ready, *values: Any) -> Any:
+        outputs, saved = ready.forward(values)
+        return (*outputs, *saved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ready, *values = inputs
+        outputs, made = output[: ready.outputs], output[ready.outputs :]
+        _keep(ctx, ready, values, outputs, made)
+        ctx.mark_non_differentiable(*made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ready: Ready = ctx.ready
+        values = _kept(ctx)
+        made = ctx.saved_tensors[len(ctx.saved_at) :]
+        flat = [*values, *made, *grads[: ready.outputs]]
+        found = cast(Any, _Backward).apply(ready, len(values), len(made), *flat)
+        at = {i: g for (i, _), g in zip(sorted(_positions(ready)), found, strict=True)}
+        return (None, *(at.get(i) for i in range(len(values))))
+
+    @staticmethod
+    def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
+        raise ArgumentError(f"{ready.op.name}: vmap does not reach into an op; pass tensors with more rows")
+
+
+class _Backward(torch.autograd.Function):
+    """A backward section whose own gradient is refused."""
+
+    @staticmethod
+    def forward(ready: Ready, values: int, made: int, *flat: Any) -> Any:
+        found = ready.backward(flat[:values], flat[values : values + made], flat[values + made :], donated=False)
+        return tuple(found[i] for i, _ in sorted(_positions(ready)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[0].op.name
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise KgenError(f"{ctx.name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+
+
+def _positions(ready: Ready) -> list[tuple[int, str]]:
+    return [(ready._position[n], n) for n, _ in ready.plan.gradients]
+
+
+def _keep(
+    ctx: Any, ready: Ready, values: Sequence[Any], outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()
+) -> None:
+    """Put on `ctx` the arguments that the backward pass reads."""
+    needed = set(ready.plan.saved_inputs)
+    ctx.ready = ready
+    ctx.saved_at = [i for i, n in ready._tensors if n in needed]
+    ctx.save_for_backward(*(values[i] for i in ctx.saved_at), *made)
+    ctx.values = [None if isinstance(v, torch.Tensor) else v for v in values]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+
+
+def _kept(ctx: Any) -> list[Any]:
+    values = list(ctx.values)
+    for i, t in zip(ctx.saved_at, ctx.saved_tensors, strict=False):
+        values[i] = t
+    return values
+
+
+# ---- small things --------------------------------------------------------------------------------------------------
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether `value` is a tensor that has no memory, such as torch.export passes."""
+    return isinstance(value, torch.Tensor) and not has_memory(type(value)) and is_fake(value)
+
+
+def result_dtypes(op: HostOp, spec: Specialization) -> dict[str, torch.dtype]:
+    """The dtypes of the tensors of an op's signature."""
+    return {t.name: TORCH[DTYPES[t.dtype] if t.dtype in DTYPES else spec.dtypes[t.dtype]] for t in op.signature.tensors}
+
+
+def _consts_key(consts: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple((n, type(v), repr(v)) for n, v in sorted(consts.items()))

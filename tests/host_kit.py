@@ -1,0 +1,122 @@
+"""Host programs that no shipped op is made of, and how they are checked and lowered."""
+
+from __future__ import annotations
+
+from kgen.codegen.host import plan
+from kgen.codegen.host.lower import lower
+from kgen.dsl import ast
+from kgen.dsl.check import check_module
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.host import ir
+from kgen.dsl.host.check import check_ops, elaborate_op, source_of
+from kgen.dsl.host.scope import HostSpecialization
+from kgen.dsl.parser import parse_text
+
+# A multilayer perceptron whose hidden layer is never there as a whole: made again in the backward section.
+MLP = '''\
+"""An MLP over chunks of rows."""
+
+kernel silu_(z: inout T[*M, N]):
+    parallel m in M, n in N
+    z[m, n] = z[m, n] * sigmoid(z[m, n])
+
+kernel silu_gradient_(g: inout T[*M, N], z: T[*M, N]):
+    parallel m in M, n in N
+    s = sigmoid(z[m, n])
+    g[m, n] = g[m, n] * (s * (1.0 + z[m, n] * (1.0 - s)))
+
+op mlp(x: T[*B, H], up: T[F, H], down: T[H, F]) -> (y: T[*B, H]):
+    forward:
+        for c in chunks(B):
+            a = x[c] @ up.T
+            silu_(a)
+            y[c] = a @ down.T
+    backward(d_y):
+        for c in chunks(B):
+            z = x[c] @ up.T
+            a = x[c] @ up.T
+            silu_(a)
+            d_down += d_y[c].T @ a
+            d_a = d_y[c] @ down
+            silu_gradient_(d_a, z)
+            d_up += d_a.T @ x[c]
+            d_x[c] = d_a @ up
+'''
+
+# A gradient that is made in the forward pass, and a softmax of a linear layer with a bias.
+ATTEND = '''\
+"""Softmax of a linear layer."""
+
+kernel rows(z: T[*M, N]) -> (p: T[*M, N]):
+    parallel m in M
+    tile n in N
+    p[m, n] = softmax(z[m, n], n)
+
+kernel rows_gradient(p: T[*M, N], d_p: T[*M, N]) -> (d_z: T[*M, N]):
+    parallel m in M
+    tile n in N
+    d_z[m, n] = p[m, n] * (d_p[m, n] - sum(p[m, n] * d_p[m, n], n))
+
+kernel columns(z: T[*M, N]) -> (s: f32[N]):
+    parallel m in M
+    tile n in N
+    s[n] += z[m, n]
+
+op attend(x: T[*B, H], w: W[V, H], bias: U[V]?) -> (p: T[*B, V]):
+    require V >= 1
+    forward:
+        wide = T(w)
+        if bias:
+            z = x @ wide.T + T(bias)
+        else:
+            z = x @ wide.T
+        p = rows(z)
+    backward(d_p):
+        d_z = rows_gradient(p, d_p)
+        d_x = d_z @ T(w)
+        d_w = d_z.T @ x
+        if bias:
+            d_bias = U(columns(d_z))
+'''
+
+
+def checked(text: str) -> ast.Module:
+    """The module of `text`, which has no mistake."""
+    module = parse_text(text)
+    diagnostics = Diagnostics()
+    check_module(module, diagnostics)
+    check_ops(source_of(module), diagnostics)
+    diagnostics.raise_if_errors()
+    return module
+
+
+def program(text: str, *, present: tuple[str, ...] = (), wanted: tuple[str, ...] = (), **consts: bool) -> ir.Program:
+    """The only op of `text`, settled."""
+    module = checked(text)
+    spec = HostSpecialization(consts, frozenset(present), frozenset(wanted))
+    return elaborate_op(source_of(module), module.ops[0].name, spec)
+
+
+def planned(
+    text: str,
+    dtypes: dict[str, str],
+    *,
+    present: tuple[str, ...] = (),
+    wanted: tuple[str, ...] = (),
+    accumulate: str = "param",
+    **consts: bool,
+) -> plan.Plan:
+    """Its plan."""
+    settled = program(text, present=present, wanted=wanted, **consts)
+    return lower(settled, {n: DTYPES[d] for n, d in dtypes.items()}, frozenset(wanted), accumulate)
+
+
+def steps(body: tuple[plan.Step, ...]) -> list[plan.Step]:
+    """All steps, those in loops too."""
+    return [x for s in body for x in ([s, *steps(s.body)] if isinstance(s, plan.Loop) else [s])]
+
+
+def allocated(body: tuple[plan.Step, ...]) -> list[str]:
+    """The buffers that steps take memory for."""
+    return [s.buffer.name for s in steps(body) if isinstance(s, plan.Alloc)]

@@ -1,0 +1,273 @@
+"""Ops: every mistake with its code, printing and formatting, and the plans that are made of them."""
+
+from __future__ import annotations
+
+import pytest
+from host_kit import ATTEND, MLP, allocated, checked, planned, steps
+
+from kgen.codegen.host import plan, sizing
+from kgen.codegen.host.text import plan_text
+from kgen.dsl.check import check_module
+from kgen.dsl.diagnostics import Diagnostics, DslError
+from kgen.dsl.format import format_module, format_source
+from kgen.dsl.host.check import check_ops, source_of
+from kgen.dsl.host.codes import HOST_CODES
+from kgen.dsl.parser import parse_text
+
+
+def mistakes(text: str) -> list[str]:
+    """The codes that `text` earns."""
+    module = parse_text(text)
+    diagnostics = Diagnostics()
+    check_module(module, diagnostics)
+    check_ops(source_of(module), diagnostics)
+    for d in diagnostics.items:
+        assert d.help and d.span.line > 1
+    return [d.code for d in diagnostics.sorted()]
+
+
+@pytest.mark.parametrize("code", HOST_CODES, ids=lambda c: c.code)
+def test_every_code_has_an_example_and_its_correction(code):
+    assert mistakes(code.wrong) == [code.code]
+    assert mistakes(code.right) == []
+
+
+COPY = "kernel copy(x: T[*M, N]) -> (y: T[*M, N]):\n    parallel m in M, n in N\n    y[m, n] = x[m, n]\n\n"
+EDIT = "kernel edit_(x: inout T[*M, N], s: T[N]):\n    parallel m in M, n in N\n    x[m, n] = x[m, n] * s[n]\n\n"
+HEAD = "op f(x: T[B, H], w: T[V, H], s: T[H], k: i64[B], n: const i64, e: f32 = 1.0) -> (y: T[B, V]):\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("y = copy(x, x) @ w.T", "K0603"),
+        ("y = copy() @ w.T", "K0603"),
+        ("y = copy(x, x=x) @ w.T", "K0603"),
+        ("a, b = copy(x)\n        y = x @ w.T", "K0603"),
+        ("y = copy(e) @ w.T", "K0603"),
+        ("copy(x)\n        y = x @ w.T", "K0603"),
+        ("y = x @ k", "K0604"),
+        ("y = x.T @ w", "K0604"),
+        ("y = s.T @ w", "K0604"),
+        ("z = copy(x)\n        edit_(z, s=k)\n        y = z @ w.T", "K0605"),
+        ("z = x @ w.T\n        edit_(z, s)\n        y = copy(z)", "K0604"),
+        ("z = copy(x)\n        edit_(z, z)\n        y = z @ w.T", "K0604"),
+        ("y = 1.0", "K0614"),
+        ("y = x @ e", "K0614"),
+        ("x = w @ w.T\n        y = x @ w.T", "K0607"),
+        ("e = w @ w.T\n        y = x @ w.T", "K0607"),
+        ("g: i32[B, V]\n        g = x @ w.T\n        y = x @ w.T", "K0605"),
+        ("g: q[B, V]\n        y = x @ w.T", "K0605"),
+        ("g: f32[*B, V]\n        y = x @ w.T", "K0604"),
+        ("g: f32[Q]\n        y = x @ w.T", "K0601"),
+        ("g[c] = x @ w.T\n        y = x @ w.T", "K0601"),
+        ("for c in chunks(Q):\n            y[c] = x[c] @ w.T", "K0611"),
+        ("for c in B(B):\n            y[c] = x[c] @ w.T", "K0611"),
+        ("for c in chunks(B):\n            for d in chunks(V):\n                y[c, d] = x[c] @ w[d].T", "K0611"),
+        ("for x in chunks(B):\n            y[x] = x[x] @ w.T", "K0615"),
+        ("for c in chunks(B):\n            y[c] = x @ w.T", "K0604"),
+        ("for c in chunks(B):\n            z = x[c] @ w.T\n            y[c] = copy(z)\n        z = copy(z)", "K0601"),
+        ("for c in chunks(B):\n            y += x[c] @ w.T", "K0604"),
+        ("g: f32[H, H]\n        for c in chunks(B):\n            g += x[c].T @ x[c]\n"
+         "            y[c] = x[c] @ w.T\n            z = copy(g)", "K0606"),
+        ("y = x @ w.T\n        y += x @ w.T", "K0607"),
+        ("y += x @ w.T\n        y = x @ w.T", "K0607"),
+        ("require B > 1\n        y = x @ w.T", "K0609"),
+        ("y = w(x)", "K0602"),
+    ],
+)  # fmt: skip
+def test_mistakes(body, code):
+    assert code in mistakes(COPY + EDIT + HEAD + "    forward:\n        " + body + "\n")
+
+
+@pytest.mark.parametrize(
+    ("sections", "code"),
+    [
+        ("forward(x):\n        y = x @ w.T", "K0609"),
+        ("forward:\n        y = x @ w.T\n    backward(g):\n        d_x = g @ w", "K0609"),
+        ("forward:\n        y = x @ w.T\n    forward:\n        y = x @ w.T", "K0609"),
+        ("forward:\n        y = x @ w.T\n    backward(d_y):\n        edit_(d_y, s)", "K0604"),
+        ("forward:\n        y = x @ w.T\n    backward(d_y):\n        d_x = d_y @ w.T", "K0604"),
+        ("forward:\n        y = x @ w.T\n    backward(d_y):\n        scale_(d_y)", "K0602"),
+        ("if d_x:\n        y = x @ w.T\n    forward:\n        y = x @ w.T", "K0609"),
+        ("require B\n    forward:\n        y = x @ w.T", "K0613"),
+        ("require Q > 1\n    forward:\n        y = x @ w.T", "K0601"),
+    ],
+)
+def test_mistakes_of_sections(sections, code):
+    text = COPY + EDIT + HEAD + "    " + sections + "\n"
+    try:
+        found = mistakes(text)
+    except DslError as error:
+        found = [d.code for d in error.diagnostics]
+    assert code in found
+
+
+def test_a_matrix_product_in_a_kernel_is_told_where_it_belongs():
+    with pytest.raises(DslError, match="in an op") as caught:
+        parse_text(COPY.replace("= x[m, n]", "= x[m, n] @ 2"))
+    assert caught.value.diagnostics[0].code == "K0101"
+
+
+def test_the_tree_prints_and_reads_back():
+    for text in (MLP, ATTEND):
+        printed = format_module(parse_text(text))
+        again = parse_text(printed)
+        assert format_module(again) == printed
+        assert allocated(planned(printed, {"T": "f32", "W": "f32", "U": "f32"}, wanted=("x",)).backward)
+
+
+def test_formatting():
+    rough = COPY + (
+        "op f(x:T[B,H],w:T[V,H],eps:f32=1.0)->(y:T[B,V]) :\n"
+        "  require V>=1\n"
+        "  forward :\n"
+        "    g : f32[ V,H ]  # a sum\n"
+        "    for c in chunks( B ):\n"
+        "      g+=x[c] . T@x[ c ]\n"
+        "      y[c]=copy( x = x[c], eps = -1 )@w.T+b\n"
+        "  backward( d_y ):\n"
+        "    copy(x=x)\n"
+    )
+    tidy = COPY + (
+        "op f(x: T[B, H], w: T[V, H], eps: f32 = 1.0) -> (y: T[B, V]):\n"
+        "    require V >= 1\n"
+        "    forward:\n"
+        "        g: f32[V, H]  # a sum\n"
+        "        for c in chunks(B):\n"
+        "            g += x[c].T @ x[c]\n"
+        "            y[c] = copy(x=x[c], eps=-1) @ w.T + b\n"
+        "    backward(d_y):\n"
+        "        copy(x=x)\n"
+    )
+    assert format_source(rough) == tidy
+    assert format_source(tidy) == tidy
+    long = tidy.replace("copy(x=x)", "a, b = copy(" + ", ".join(f"argument_{i}=value_{i}" for i in range(9)) + ")")
+    long += "        edit_(" + ", ".join(f"argument_{i}=value_{i}" for i in range(9)) + ")\n"
+    once = format_source(long)
+    assert format_source(once) == once
+    assert max(map(len, once.splitlines())) <= 100
+    assert "            argument_3=value_3,\n" in once
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_planned_that_no_one_asks_for():
+    types = {"T": "f32"}
+    assert planned(MLP, types).backward == ()
+    only_x = planned(MLP, types, wanted=("x",))
+    assert set(allocated(only_x.backward)) == {"d_x", "z", "d_a"}
+    assert "silu_" not in {s.kernel for s in steps(only_x.backward) if isinstance(s, plan.Launch)}
+    assert only_x.saved == () and only_x.saved_inputs == ("x", "up", "down")
+    assert len([s for s in steps(only_x.backward) if isinstance(s, plan.Matmul)]) == 3
+    assert set(allocated(planned(MLP, types, wanted=("down",)).backward)) == {"d_down", "a_2"}
+
+
+def test_a_conversion_to_the_same_dtype_is_none():
+    same = planned(ATTEND, {"T": "f32", "W": "f32", "U": "f32"}, present=("bias",), wanted=("x", "w", "bias"))
+    assert not [s for s in steps(same.forward) if isinstance(s, plan.Convert)]
+    assert {"w", "x"} <= set(same.saved_inputs) and same.saved == ("p",)
+    mixed = planned(ATTEND, {"T": "bf16", "W": "f32", "U": "f16"}, present=("bias",), wanted=("x", "w", "bias"))
+    assert len([s for s in steps(mixed.forward) if isinstance(s, plan.Convert)]) == 2
+    assert mixed.saved_inputs == ("x", "w")
+
+
+def test_memory_is_given_back_after_its_last_use():
+    p = planned(ATTEND, {"T": "bf16", "W": "f32", "U": "f32"}, wanted=("x", "w"))
+    text = plan_text(p).splitlines()
+    at = {line.strip(): i for i, line in enumerate(text)}
+    assert at["alloc wide: bf16[V, H]"] < at["z = x @ wide.T"] < at["free wide"] < at["p = rows(z=z)"] < at["free z"]
+    assert "free p" in at and at["free p"] > at["backward(d_p):"]
+    outputs, gradients = {b for _, b in p.outputs}, {b for _, b in p.gradients}
+    for body, there, kept in ((p.forward, set(), outputs), (p.backward, set(p.saved), gradients)):
+        freed = [s.buffer for s in body if isinstance(s, plan.Free)]
+        assert sorted(freed) == sorted((set(allocated(body)) | there) - kept)
+
+
+def test_sums_in_their_own_dtype_and_wider():
+    types = {"T": "bf16"}
+    own = planned(MLP, types, wanted=("up", "down"))
+    assert set(own.sums) == {"d_up", "d_down"}
+    sums = [s for s in steps(own.backward) if isinstance(s, plan.Matmul) and s.accumulate]
+    # The first iteration stores; memory is zeroed only where there is no iteration.
+    assert len(sums) == 2 and all(s.first for s in sums)
+    (loop,) = [s for s in own.backward if isinstance(s, plan.Loop)]
+    assert {s.out.buffer for s in loop.empty if isinstance(s, plan.Zero)} == {"d_up", "d_down"}
+    wide = planned(MLP, types, wanted=("up", "down"), accumulate="f32")
+    assert wide.sums == () and {"d_up_sum", "d_down_sum"} <= set(allocated(wide.backward))
+    assert [s.out.buffer for s in wide.backward if isinstance(s, plan.Convert)] == ["d_down", "d_up"]
+    assert (
+        planned(MLP, {"T": "f32"}, wanted=("up",), accumulate="f32").buffers.keys()
+        == planned(MLP, {"T": "f32"}, wanted=("up",)).buffers.keys()
+    )
+
+
+def test_several_sums_into_one_tensor_start_from_zero():
+    text = COPY + (
+        "op f(x: T[B, H], w: T[B, H]) -> (y: f32[H, H]):\n    forward:\n        for c in chunks(B):\n"
+        "            y += x[c].T @ x[c]\n            y += w[c].T @ w[c]\n"
+    )
+    p = planned(text, {"T": "bf16"})
+    assert [type(s).__name__ for s in p.forward] == ["Alloc", "Zero", "Loop"]
+    assert all(s.accumulate and s.first is None for s in steps(p.forward) if isinstance(s, plan.Matmul))
+
+
+def test_what_was_saved_is_copied_before_it_is_changed():
+    text = EDIT + (
+        "op f(x: T[B, H], s: T[H]) -> (y: T[B, B]):\n    forward:\n        g = x @ x.T @ x\n        y = x @ x.T\n"
+        "    backward(d_y):\n        edit_(g, s)\n        d_x = g\n"
+    ).replace("x @ x.T @ x", "(x @ x.T) @ x")
+    p = planned(text, {"T": "f32"}, wanted=("x",))
+    assert p.backward[0] == plan.Own("g", False) and p.gradients == (("x", "g"),)
+    assert not planned(text, {"T": "f32"}).saved
+
+
+DIMS = {"B": 8192, "H": 4096, "V": 128256, "F": 128256}
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("mb", "accumulate", "chunk", "held"),
+    [(512, "auto", 2048, "param"), (284, "auto", 1024, "param"), (64, "param", 256, "param"), (64, "f32", 256, "f32")],
+)
+def test_chunks_follow_the_budget(mb, accumulate, chunk, held):
+    text = (
+        "op f(x: T[*B, H], w: T[V, H]) -> (y: T[V, H]):\n    forward:\n        for c in chunks(B):\n"
+        "            z = x[c] @ w.T\n            y += z.T @ x[c]\n"
+    )
+    p = planned(text, {"T": "bf16"})
+    found = sizing.sizes(p, DIMS, mb * MIB, accumulate)
+    assert found == sizing.Sizes({"c": chunk}, held)
+    (loop,) = sizing.loops(p)
+    assert sizing.row_bytes(p, loop, DIMS) == 2 * DIMS["V"]
+    assert chunk * 2 * DIMS["V"] <= mb * MIB
+
+
+def test_auto_takes_wider_chunks_or_f32_whichever_is_less_memory():
+    text = (
+        "op f(x: T[*B, H], w: T[V, H]) -> (y: T[V, H]):\n    forward:\n        for c in chunks(B):\n"
+        "            z = x[c] @ w.T\n            y += z.T @ x[c]\n"
+    )
+    p = planned(text, {"T": "bf16"})
+    assert sizing.sizes(p, DIMS, 64 * MIB, "auto") == sizing.Sizes({"c": 1024}, "param")
+    many = {**DIMS, "B": 64 * DIMS["B"]}
+    found = sizing.sizes(p, many, 512 * MIB, "auto")
+    assert found.accumulate == "f32" and found.chunks["c"] * 2 * DIMS["V"] <= 512 * MIB
+    # Chunks that are fixed are kept, and f32 sums are what is left.
+    assert sizing.sizes(p, DIMS, 64 * MIB, "auto", 8).accumulate == "f32"
+    assert sizing.sizes(p, DIMS, 64 * MIB, "auto", 1024).accumulate == "param"
+    f32 = planned(text, {"T": "f32"})
+    assert sizing.sizes(f32, DIMS, 1 * MIB, "auto").accumulate == "param"
+
+
+@pytest.mark.parametrize(("extent", "limit"), [(0, 5), (1, 1), (8192, 2093), (1000, 999), (10000, 2097), (7, 100)])
+def test_chunks_are_even(extent, limit):
+    rows = sizing.even(extent, limit)
+    assert 1 <= rows <= max(1, limit)
+    assert -(-extent // rows) == -(-extent // limit)
+    assert extent == 0 or rows - 128 < -(-extent // -(-extent // limit)) <= rows
+
+
+def test_checking_leaves_nothing_out():
+    assert [o.name for o in checked(MLP).ops] == ["mlp"]
