@@ -1,8 +1,9 @@
 """Gradients of kernel calls: the training form of a kernel, its derived backward, and torch's autograd around them.
 
 A call that is to be differentiated runs the training form (`kgen.codegen.derive`): the same outputs, and residuals that
-the backward kernel reads. Both are ordinary kernels, so variants, layouts and backends are those of any call; the
-backward runs on the backend of its forward. `kgen.runtime.library` gives torch.compile the same two kernels.
+the backward kernel reads. That one is derived, or the one that the file has for such a call. Both are ordinary kernels,
+so variants, layouts and backends are those of any call; the backward runs on the backend of its forward.
+`kgen.runtime.library` gives torch.compile the same two kernels.
 
 Not done here: gradients of gradients, and gradients of kernels that write in place.
 """
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from kgen.codegen.derive import Derived, derive
+from kgen.codegen.derive import Derived
+from kgen.codegen.derive.written import gradients_of
 from kgen.dsl import ir
 from kgen.dsl.check import Signature, TensorParam
 from kgen.dsl.diagnostics import KgenError
@@ -38,9 +40,10 @@ class Training:
 
     `inputs` are the parameters of the original kernel that `forward` takes, in its order; `outputs` counts the original
     outputs, which come first among those of `forward`, before the residuals. `saved` are the parameters kept for the
-    backward pass; residuals follow them. `arguments` has a place for each parameter of `backward`: in saved and
-    residuals, among the gradients of outputs, among the original parameters. `gradients` maps a parameter of the
-    original kernel to its gradient among the outputs of `backward`.
+    backward pass, `kept` the results of `forward` that follow them: residuals, and outputs that `backward` reads.
+    `arguments` has a place for each parameter of `backward`: in saved and kept, among the gradients of outputs, among
+    the original parameters. `gradients` maps a parameter of the original kernel to its gradient among the outputs of
+    `backward`.
     """
 
     kernel: Kernel
@@ -50,6 +53,7 @@ class Training:
     inputs: tuple[int, ...]
     outputs: int
     saved: tuple[int, ...]
+    kept: tuple[int, ...]
     arguments: tuple[Place, ...]
     gradients: dict[int, int]
 
@@ -101,7 +105,8 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -
 
     params = kernel.signature.params
     position = {p.name: i for i, p in enumerate(params)}
-    derived = derive(specialized, frozenset(params[i].name for i in wanted))
+    names = frozenset(params[i].name for i in wanted)
+    derived = gradients_of(kernel.module, specialized, names)
     # The training form has the kernel's own name: a mistake in a call is told in the user's words.
     module = parse_text(derived.forward_text, f"{derived.forward.name}.kdsl")
     renamed = tuple(replace(k, name=kernel.name) for k in module.kernels)
@@ -110,8 +115,10 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -
     takes = [p for p in backward.signature.params if isinstance(p, TensorParam) and p.name in position]
     saved = tuple(position[p.name] for p in takes)
     places: dict[str, Place] = {p.name: ("saved", k) for k, p in enumerate(takes)}
-    places |= {r: ("saved", len(saved) + k) for k, r in enumerate(derived.residuals)}
     outputs = [t.name for t in kernel.signature.outputs]
+    kept = [(r, len(outputs) + k) for k, r in enumerate(derived.residuals)]
+    kept += [(name, outputs.index(name)) for name in derived.outputs]
+    places |= {name: ("saved", len(saved) + k) for k, (name, _) in enumerate(kept)}
     places |= {d: ("cotangent", outputs.index(name)) for name, d in derived.cotangents.items()}
     results = [t.name for t in backward.signature.outputs]
     return Training(
@@ -122,6 +129,7 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -
         inputs=tuple(position[p.name] for p in forward.signature.params),
         outputs=len(outputs),
         saved=saved,
+        kept=tuple(i for _, i in kept),
         arguments=tuple(places.get(p.name) or ("scalar", position[p.name]) for p in backward.signature.params),
         gradients={position[name]: results.index(d) for name, d in derived.gradients.items()},
     )
@@ -150,7 +158,7 @@ class Like:
 
 def keep(ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
     """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters."""
-    ctx.save_for_backward(*(values[i] for i in t.saved), *results[t.outputs :])
+    ctx.save_for_backward(*(values[i] for i in t.saved), *(results[i] for i in t.kept))
     ctx.scalars = {i: values[i] for i in t.scalars}
     reached = t.reached
     ctx.likes = {i: Like.of(results[i]) for i in reached} if len(reached) > 1 else {}

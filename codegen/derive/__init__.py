@@ -11,12 +11,13 @@ Not done here: choosing which gradients to ask for, and calling the kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kgen.codegen.derive.adjoints import Sweep, Write, differentiable_operands, ordered, place
 from kgen.codegen.derive.codes import DERIVE_CODES, DeriveError, error
 from kgen.codegen.derive.graph import Graph, Node, Reader
 from kgen.codegen.derive.lower import Lowering, describe
+from kgen.codegen.derive.pair import Derived, assembled, checked, required
 from kgen.codegen.derive.reach import within_reach
 from kgen.codegen.derive.residuals import to_save
 from kgen.codegen.derive.split import split_axes
@@ -24,38 +25,9 @@ from kgen.codegen.derive.stores import Planner
 from kgen.codegen.derive.text import to_kdsl
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.check import Specialization, elaborate
-from kgen.dsl.diagnostics import DslError
-from kgen.dsl.parser import parse_text
+from kgen.dsl.check.backward import SAVED, gradient_names
 
 __all__ = ["DERIVE_CODES", "DeriveError", "Derived", "derive", "differentiable", "to_kdsl"]
-
-
-@dataclass(frozen=True)
-class Derived:
-    """The two kernels of a differentiable call.
-
-    `forward` has the outputs of the kernel it was derived from, then `residuals`: values that `backward` reads again.
-    `backward` has as inputs those of the forward that it needs, `residuals`, and gradients of outputs; `cotangents`
-    maps an output to its gradient's name, `gradients` a wanted input to its gradient, an output of `backward`. Both
-    have the tensor's dtype and shape. An output that no wanted input reaches is not in `cotangents`.
-    """
-
-    forward: ir.Kernel
-    backward: ir.Kernel
-    residuals: tuple[str, ...]
-    cotangents: Mapping[str, str]
-    gradients: Mapping[str, str]
-
-    @property
-    def forward_text(self) -> str:
-        """The training form as a `.kdsl` file."""
-        return self.forward.span.source.text
-
-    @property
-    def backward_text(self) -> str:
-        """The derived kernel as a `.kdsl` file."""
-        return self.backward.span.source.text
 
 
 def differentiable(kernel: ir.Kernel) -> frozenset[str]:
@@ -63,10 +35,11 @@ def differentiable(kernel: ir.Kernel) -> frozenset[str]:
     return frozenset(t.name for t in kernel.tensors if t.role == "in" and t.dtype.kind == "float")
 
 
-def derive(kernel: ir.Kernel, wanted: frozenset[str]) -> Derived:
+def derive(kernel: ir.Kernel, wanted: frozenset[str], *, named: bool = False) -> Derived:
     """The training form of `kernel` and the kernel of the gradients of its inputs `wanted`.
 
-    Scalar arguments and integer tensors have no gradient. Raises DeriveError (K05xx) for what cannot be derived.
+    With `named` only values that the user names are saved: a hand-written backward could take no others. Scalar
+    arguments and integer tensors have no gradient. Raises DeriveError (K05xx) for what cannot be derived.
     """
     _refuse(kernel, wanted)
     split = split_axes(kernel)
@@ -80,8 +53,13 @@ def derive(kernel: ir.Kernel, wanted: frozenset[str]) -> Derived:
     }  # fmt: skip
     wanted_in_order = [t for t in kernel.tensors if t.name in wanted]
     floats = [t for t in kernel.tensors if t.role == "out" and t.dtype.kind == "float"]
-    cotangents = {t.name: _unique(f"d_{t.name}", taken) for t in floats}
-    gradients = {t.name: _unique(f"d_{t.name}", taken) for t in wanted_in_order}
+    # Named as in a hand-written backward, and as many whichever are wanted. A value of such a name gives way to them.
+    declared = {*(t.name for t in kernel.tensors), *(s.name for s in kernel.scalars), *kernel.dims}
+    outputs_first = sorted(kernel.tensors, key=lambda t: t.role != "out")
+    names = gradient_names([t.name for t in outputs_first], declared)
+    cotangents = {t.name: names[t.name] for t in floats}
+    gradients = {t.name: names[t.name] for t in wanted_in_order}
+    taken |= set(names.values())
 
     loads = {
         place(w): graph.load(cotangents[w.tensor], w.at, kernel.tensor(w.tensor).dtype.compute, w.span)
@@ -106,13 +84,15 @@ def derive(kernel: ir.Kernel, wanted: frozenset[str]) -> Derived:
     saved: list[tuple[Node, ir.Tensor, Write]] = []
     if not split.places:
         parallel = [a for a in kernel.axes if a.kind == "parallel"]
-        nodes = to_save((w.value for w in writes), forward_values, frozenset(a.name for a in parallel))
-        saved = _residuals(kernel, parallel, nodes, reader.names, taken)
+        users = {reader.value(let): name for name, let in kernel.values if SAVED + name not in taken}
+        possible = forward_values & users.keys() if named else forward_values
+        nodes = to_save((w.value for w in writes), possible, frozenset(a.name for a in parallel))
+        saved = _residuals(kernel, parallel, nodes, reader.names | users, taken)
         new = {a: graph.load(t.name, w.at, t.dtype, a.span) for a, t, w in saved}
         memo: dict[Node, Node] = {}
         writes = [replace(w, value=graph.replace(w.value, new, memo)) for w in writes]
-        for named in (reader.names, sweep.hints):
-            named.update({new_value: named[a] for a, new_value in memo.items() if a in named})
+        for words in (reader.names, sweep.hints):
+            words.update({new_value: words[a] for a, new_value in memo.items() if a in words})
 
     forward = _forward(kernel, outputs if not split.places else None, saved, reader.names, taken)
     used = {a.tensor for a in ordered(w.value for w in writes) if a.kind == "load"}
@@ -198,7 +178,7 @@ def _residuals(
     order = [*starred, *(a for a in parallel if a not in starred)]
     out = []
     for a in nodes:
-        name = _unique(f"saved_{names.get(a) or describe(a)}", taken)
+        name = _unique(SAVED + (names.get(a) or describe(a)), taken)
         shape = tuple(x.extent for x in order)
         tensor = ir.Tensor(name, a.dtype, shape, "out", bool(starred), False, a.span)
         out.append((a, tensor, Write(name, tuple(Poly.sym(x.name) for x in order), a, False, a.span)))
@@ -219,8 +199,8 @@ def _forward(
         reserved = taken - set(names.values())
         over = _over(outputs, kernel.axes)
         body = Lowering(names, {}, reserved).run([*(w for _, _, w in saved), *outputs], over)
-    tensors = (*_required(kernel.tensors), *(t for _, t, _ in saved))
-    return _checked(replace(kernel, name=f"{kernel.name}_forward", doc="", tensors=tensors, body=body))
+    tensors = (*required(kernel.tensors), *(t for _, t, _ in saved))
+    return checked(replace(kernel, name=f"{kernel.name}_forward", doc="", tensors=tensors, body=body))
 
 
 def _backward(
@@ -234,77 +214,16 @@ def _backward(
     taken: set[str],
 ) -> ir.Kernel:
     axes = tuple(planner.axes.values())
-    reserved = (taken - set(names.values())) | {a.name for a in axes}
+    tensors = {t.name for t in (*inputs, *results)}
+    reserved = (taken - set(names.values())) | {a.name for a in axes} | tensors
     body = Lowering(names, hints, reserved).run(writes, _over(writes, axes))
-    live = frozenset[str]().union(*(_axes_of(s) for s in body))
-    axes = tuple(a for a in axes if a.kind == "parallel" or a.name in live)
-    tensors = _with_sizes(kernel, inputs, results, axes, body)
-    known = frozenset[str]().union(*(p.symbols for t in tensors for p in t.shape))
-    scalars = {e.name for s in body for e in ir.walk(s.value) if isinstance(e, ir.Scalar)}
-    derived = replace(
-        kernel,
-        name=f"{kernel.name}_backward",
-        doc="",
-        tensors=tuple(_required(tensors)),
-        scalars=tuple(s for s in kernel.scalars if s.name in scalars),
-        axes=axes,
-        requires=tuple(r for r in kernel.requires if r.left.symbols | r.right.symbols <= known),
-        body=body,
-    )
-    return _checked(derived)
-
-
-def _with_sizes(
-    kernel: ir.Kernel,
-    inputs: list[ir.Tensor],
-    results: list[ir.Tensor],
-    axes: Iterable[ir.Axis],
-    body: Iterable[ir.Stmt],
-) -> list[ir.Tensor]:
-    """The tensors of the derived kernel: with those forward inputs that are needed for a size that no other tells."""
-    indices = [e.index for s in body for e in ir.walk(s.value) if isinstance(e, ir.IndexValue)]
-    polys = [*(p for t in results for p in t.shape), *(a.extent for a in axes), *indices]
-    needed = frozenset[str]().union(*(p.symbols for p in polys)) & frozenset(kernel.dims)
-    stars = {t.shape[0].as_symbol for t in results if t.star}
-    given = [t for t in kernel.tensors if t.role == "in"]
-    chosen = list(inputs)
-
-    def told(tensors: Iterable[ir.Tensor]) -> set[str]:
-        plain = {(p.as_symbol, t.star and i == 0) for t in tensors for i, p in enumerate(t.shape)}
-        return {name for name, starred in plain if name is not None and (starred or name not in stars)}
-
-    for t in given:
-        if t not in chosen and (told([t]) - told(chosen)) & needed:
-            chosen.append(t)
-    position = {t.name: i for i, t in enumerate(given)}
-    chosen.sort(key=lambda t: position.get(t.name, len(given)))
-    return [*chosen, *results]
-
-
-def _axes_of(s: ir.Stmt) -> frozenset[str]:
-    axes = frozenset[str]().union(*(e.axes for e in ir.walk(s.value)))
-    return axes if isinstance(s, ir.Let) else axes.union(*(p.symbols for p in s.at))
+    return assembled(kernel, (t for t in kernel.tensors if t.role == "in"), inputs, results, axes, body)
 
 
 def _over(writes: Iterable[Write], axes: Iterable[ir.Axis]) -> dict[str, tuple[str, ...]]:
     """The parallel axes that each target lacks."""
     parallel = [a.name for a in axes if a.kind == "parallel"]
     return {place(w): tuple(n for n in parallel if all(n not in p.symbols for p in w.at)) for w in writes}
-
-
-def _required(tensors: Iterable[ir.Tensor]) -> list[ir.Tensor]:
-    """Tensors without `?`: those that are absent are not in the IR."""
-    return [replace(t, optional=False) for t in tensors]
-
-
-def _checked(kernel: ir.Kernel) -> ir.Kernel:
-    """What the checker makes of the text of `kernel`; its positions point into that text."""
-    text = to_kdsl(kernel, comments=True)
-    try:
-        return elaborate(parse_text(text, f"{kernel.name}.kdsl"), kernel.name, Specialization({}))
-    except DslError as failure:
-        note = "this is the derived kernel: ask for fewer gradients, or write its backward by hand"
-        raise DeriveError([replace(d, notes=(*d.notes, note)) for d in failure.diagnostics]) from None
 
 
 def _unique(hint: str, taken: set[str]) -> str:

@@ -50,6 +50,15 @@ DERIVE_CODES: tuple[Code, ...] = (
         "kernel f(x: T[N], k: i32[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = x[n] * k[n]\n",
         "kernel f(x: T[N], k: T[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = x[n] * k[n]\n",
     ),
+    Code(
+        "K0507",
+        "a gradient is asked for that the hand-written backward does not compute",
+        "kernel f(x: T[N], w: T[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = x[n] * w[n]\n\n"
+        "backward f(w: T[N], d_y: T[N]) -> (d_x: T[N]):\n    parallel n in N\n    d_x[n] = w[n] * d_y[n]\n",
+        "kernel f(x: T[N], w: T[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = x[n] * w[n]\n\n"
+        "backward f(x: T[N], w: T[N], d_y: T[N]) -> (d_x: T[N], d_w: T[N]):\n    parallel n in N\n"
+        "    d_x[n] = w[n] * d_y[n]\n    d_w[n] = x[n] * d_y[n]\n",
+    ),
 )
 
 

@@ -332,6 +332,10 @@ class Reader:
         if node.kind not in ("const", "scalar", "index"):
             self.names.setdefault(node, s.name)
 
+    def value(self, let: str) -> Node:
+        """The value of the `Let` of this name, which was read."""
+        return self._lets[let]
+
     def poly(self, p: Poly) -> Poly:
         """A subscript over the indices of the graph."""
         return self.graph.fold(p.substitute(self._split)) if p.symbols & self._split.keys() else p

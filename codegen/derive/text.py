@@ -58,21 +58,22 @@ def _grouped(axes: Iterable[ir.Axis]) -> list[tuple[str, list[ir.Axis]]]:
 
 
 def _params(kernel: ir.Kernel) -> str:
-    tensors = [_tensor(t) for t in kernel.tensors if t.role != "out"]
+    tensors = [tensor_text(t) for t in kernel.tensors if t.role != "out"]
     return ", ".join([*tensors, *map(_scalar, kernel.scalars)])
 
 
 def _outputs(kernel: ir.Kernel) -> str:
-    return ", ".join(_tensor(t) for t in kernel.tensors if t.role == "out")
+    return ", ".join(tensor_text(t) for t in kernel.tensors if t.role == "out")
 
 
-def _tensor(t: ir.Tensor) -> str:
+def tensor_text(t: ir.Tensor) -> str:
+    """The declaration of a tensor as a required parameter or as an output."""
     dims = ", ".join(("*" if t.star and i == 0 else "") + _poly_text(p) for i, p in enumerate(t.shape))
     return f"{t.name}: {'inout ' if t.role == 'inout' else ''}{t.dtype}[{dims}]"
 
 
 def _scalar(s: ir.ScalarParam) -> str:
-    return f"{s.name}: {s.dtype}" + ("" if s.default is None else f" = {expr_text(_number(s.default))}")
+    return f"{s.name}: {s.dtype}" + ("" if s.default is None else f" = {expr_text(number(s.default))}")
 
 
 def _statement(s: ir.Stmt) -> str:
@@ -89,7 +90,7 @@ def _statement(s: ir.Stmt) -> str:
 def expression(e: ir.Expr) -> ast.Expr:
     """The syntax of an expression. Conversions that the checker makes by itself are left out."""
     if isinstance(e, ir.Const):
-        return _number(e.value)
+        return number(e.value)
     if isinstance(e, ir.Scalar | ir.Ref):
         return _name(e.name)
     if isinstance(e, ir.IndexValue):
@@ -148,7 +149,8 @@ def _name(name: str) -> ast.Expr:
     return ast.Name(name, NOWHERE)
 
 
-def _number(value: float | int | bool) -> ast.Expr:
+def number(value: float | int | bool) -> ast.Expr:
+    """A number as syntax, with its sign."""
     if isinstance(value, float) and not math.isfinite(value):
         word = _name("nan" if math.isnan(value) else "inf")
         return ast.Unary("-", word, NOWHERE) if value < 0 else word

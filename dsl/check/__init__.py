@@ -16,7 +16,7 @@ from dataclasses import replace
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, CONSTANTS, REDUCTIONS
-from kgen.dsl.check.backward import Backward, Misfit, assigned_names, match, misfit
+from kgen.dsl.check.backward import Backward, Misfit, assigned_names, fitted, match, misfit
 from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.scope import Choices, Scope, Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, example_sizes, signature_of
@@ -93,11 +93,11 @@ def elaborate_backward(
     diagnostics = Diagnostics()
     functions = {f.name: f for f in module.functions}
     own = backward.specialization(spec)
-    made = _elaborate(backward.kernel, backward.signature, functions, diagnostics, own, Choices(), None)
+    made = _elaborate(backward.kernel, fitted(backward, forward), functions, diagnostics, own, Choices(), None)
     diagnostics.raise_if_errors()
     assert made is not None
     wrong = [m for name, value in _saved_in(made, backward) if (m := misfit(forward, made.tensor(name), value))]
-    return wrong[0].message if wrong else replace(made, name=f"{made.name}_backward")
+    return wrong[0].message if wrong else made
 
 
 def _check_backward(
@@ -128,7 +128,8 @@ def _check_backward(
         choices = Choices(backward.known)
         while True:
             there = _elaborate(forward, header, functions, Diagnostics(), None, choices, assumed)
-            made = _elaborate(kernel, backward.signature, functions, diagnostics, None, choices, assumed)
+            own = backward.signature if there is None else fitted(backward, there)
+            made = _elaborate(kernel, own, functions, diagnostics, None, choices, assumed)
             if there is not None and made is not None:
                 for name, value in _saved_in(made, backward):
                     found.setdefault(name, []).append(misfit(there, made.tensor(name), value))
@@ -137,9 +138,10 @@ def _check_backward(
         if len(diagnostics.items) > before:
             return
     for name, results in found.items():
-        wrong = results[0]
-        if wrong is not None and None not in results:
-            span = next(p.span for p in own.params if p.name == name)
+        misfits = [m for m in results if m is not None]
+        wrong = next((m for m in misfits if not m.unassigned), None) or next(iter(misfits), None)
+        if wrong is not None and not (wrong.unassigned and None in results):
+            span = next(p.span for p in backward.signature.params if p.name == name)
             diagnostics.error("K0233", wrong.message, span, help=wrong.help)
 
 

@@ -16,7 +16,7 @@ from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.scope import Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, literal_value
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.dsl.dtypes import DTYPES, DType
+from kgen.dsl.dtypes import DTYPES, F32, F64, DType
 from kgen.dsl.source import Span
 
 SAVED = "saved_"
@@ -98,10 +98,11 @@ class Residual:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why there is no such residual, and what to do about it."""
+    """Why there is no such residual, and what to do about it; `unassigned` if there is one on other paths, maybe."""
 
     message: str
     help: str
+    unassigned: bool = False
 
 
 def residual(kernel: ir.Kernel, value: str) -> Residual | Misfit:
@@ -110,7 +111,7 @@ def residual(kernel: ir.Kernel, value: str) -> Residual | Misfit:
     let = next((s for s in kernel.body if isinstance(s, ir.Let) and s.name == name), None)
     if let is None:
         help = "compute it again from the inputs"
-        return Misfit(f"value '{value}' is not assigned here, or is index arithmetic", help)
+        return Misfit(f"value '{value}' is not assigned here, or is index arithmetic", help, unassigned=True)
     parallel = [a for a in kernel.axes if a.kind == "parallel"]
     tiles = sorted(let.value.axes - {a.name for a in parallel})
     if tiles:
@@ -137,6 +138,16 @@ def misfit(kernel: ir.Kernel, own: ir.Tensor, value: str) -> Misfit | None:
         return None
     form = _form(str(t.dtype), t.shape, t.star)
     return Misfit(f"value '{value}' is saved as {form}, an element for each program", f"declare it {own.name}: {form}")
+
+
+def fitted(backward: Backward, forward: ir.Kernel) -> Signature:
+    """The header of `backward` beside `forward`: a value declared `f32` is f64 where the forward computes in f64."""
+
+    def fit(p: TensorParam | ScalarParam) -> TensorParam | ScalarParam:
+        made = residual(forward, backward.saved[p.name]) if p.name in backward.saved and p.dtype == F32.name else None
+        return replace(p, dtype=F64.name) if isinstance(made, Residual) and made.tensor.dtype == F64 else p
+
+    return replace(backward.signature, params=tuple(map(fit, backward.signature.params)))
 
 
 def match(

@@ -47,6 +47,9 @@ def show(
 ) -> None:
     """Show a kernel at a stage of its compilation; several stages stand side by side where the terminal is wide enough.
 
+    The stage backward is the hand-written one where the file has it for these choices. A derived one is printed as it
+    may be pasted into the file: there it is the hand-written one, to be edited.
+
     Examples:
         kgen show swiglu.kdsl:geglu --stage cuda,triton
         kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
@@ -97,7 +100,6 @@ def _texts(
     module: ast.Module, declared: ast.Kernel, stages: list[str], chosen: Choices, backend: str, arch: str
 ) -> dict[str, str]:
     from kgen.cli.ir_text import kernel_text, scheduled_text, tree_text
-    from kgen.codegen.derive import derive, differentiable
     from kgen.runtime.ahead import binary, target
 
     made: Target | None = None
@@ -113,9 +115,7 @@ def _texts(
         if stage == "ir":
             texts[stage] = kernel_text(made.kernel)
         elif stage in ("training", "backward"):
-            # The forward kernel that also saves what the backward one needs, and that: for every gradient there is.
-            derived = derive(made.kernel, differentiable(made.kernel))
-            texts[stage] = derived.forward_text if stage == "training" else derived.backward_text
+            texts[stage] = _gradients(made, stage)
         elif stage == "schedule":
             scheduled = made.scheduled(backend)
             texts[stage] = "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then))
@@ -126,6 +126,28 @@ def _texts(
             found = [binary(made, p, arch) for p in made.program(backend).launches]
             texts[stage] = "\n\n".join((b.ptx if stage == "ptx" else b.sass).strip("\n") for b in found)
     return {stage: text.strip("\n").rstrip("\0") for stage, text in texts.items()}
+
+
+def _gradients(made: Target, stage: str) -> str:
+    """The forward kernel that also saves what the backward one needs, or that one: for every gradient there is."""
+    from kgen.codegen.derive import derive, differentiable
+    from kgen.codegen.derive.paste import pasted
+    from kgen.codegen.derive.written import by_hand, written
+
+    found = by_hand(made.module, made.kernel)
+    if found is not None and not isinstance(found.own, str):
+        if stage == "training":
+            gradients = differentiable(made.kernel) & found.backward.gradients.keys()
+            return written(made.kernel, found.backward, found.own, gradients).forward_text
+        own = found.backward.kernel
+        return "\n".join([f"# written by hand, at {own.span}", *_lines(own)])
+    derived = derive(made.kernel, differentiable(made.kernel), named=True)
+    if stage == "training":
+        return derived.forward_text
+    text = pasted(derived, made.kernel, made.signature)
+    if found is not None:
+        text = f"# derived, as the one at {found.backward.kernel.span} is for other calls: here {found.own}\n{text}"
+    return text
 
 
 def _lines(kernel: ast.Kernel) -> list[str]:
