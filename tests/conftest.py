@@ -1,5 +1,8 @@
 """Shared pytest configuration."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 BACKENDS = ("reference", "cuda", "triton")
@@ -27,3 +30,22 @@ def backend(request: pytest.FixtureRequest) -> str:
     if not status.available:
         pytest.skip(status.reason or "")
     return request.param
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Tensors that torch allocates and nothing fills hold NaN (integers: their largest value).
+
+    Otherwise an element that a kernel fails to write may have the right value by chance, left there by an earlier call.
+    """
+    import torch
+
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = fill

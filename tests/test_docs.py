@@ -43,3 +43,31 @@ def test_whole_kernels_in_the_docs_check() -> None:
         diagnostics = Diagnostics()
         check_module(parse_text(text, "docs.kdsl"), diagnostics)
         assert not diagnostics.items, "\n".join(d.render() for d in diagnostics.items)
+
+
+def _rows_of_mistakes() -> list[list[str]]:
+    """The cells of the rows of docs/known-failures.md."""
+    text = (ROOT / "docs" / "known-failures.md").read_text("utf-8")
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return [r for r in rows if r[0] != "kind of mistake"]
+
+
+def test_tests_named_in_the_docs_exist() -> None:
+    named = [n for row in _rows_of_mistakes() for n in re.findall(r"`(test_\w+\.py)::(\w+)`", row[2])]
+    assert len(named) > 50
+    for file, function in named:
+        text = (ROOT / "tests" / file).read_text("utf-8")
+        assert re.search(rf"^def {function}\(", text, re.MULTILINE), f"{file}::{function}"
+
+
+def test_every_mistake_made_on_purpose_is_in_the_docs() -> None:
+    """In the row that names the tests which see it."""
+    from test_mutations import BREAKS  # imports many tests
+
+    rows = _rows_of_mistakes()
+    listed = {name for row in rows for name in re.findall(r"\*([^*]+)\*", row[3])}
+    assert listed == set(BREAKS)
+    for name, made in BREAKS.items():
+        tests = " ".join(row[2] for row in rows if f"*{name}*" in row[3])
+        for seen in made.seen:
+            assert f"`{seen.test.__module__}.py::{seen.test.__name__}`" in tests, (name, seen.test.__name__)

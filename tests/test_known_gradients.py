@@ -18,6 +18,8 @@ import kgen
 from kgen import ops
 from kgen.runtime import events
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 # ---- inputs and earlier gradients stay as they are -------------------------------------------------------------------
 
 

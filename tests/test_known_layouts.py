@@ -15,6 +15,8 @@ import kgen
 from kgen import ops
 from kgen.runtime.placement import LAYOUTS, place
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 WIDTHS = (3, 17, 33, 64, 127)
 
 

@@ -14,6 +14,8 @@ import kgen
 from kgen import ops
 from kgen.codegen.ulps import ULPS
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 F32 = 2.0**-24
 NARROW = {torch.bfloat16: 8, torch.float16: 11}  # significant bits
 
@@ -387,6 +389,13 @@ def test_weight_gradients_do_not_drift_with_the_number_of_rows(backend: str) -> 
             exact, size = terms.sum(0), terms.abs().sum(0)
             # The sum is made in blocks: no partial sum is rounded more often than some hundred times.
             assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() * 1.001 + 200 * F32 * size).all()
+
+
+def test_weight_gradients_of_long_rows(backend: str) -> None:
+    """Sums that no registers hold are kept in memory, which holds NaN before it is zeroed."""
+    x, w, g = randn(3, 20000), randn(20000, seed=1).requires_grad_(), randn(3, 20000, seed=2)
+    (found,) = torch.autograd.grad(ops.rms_norm(x, w, backend=backend), w, g)
+    assert worst(found, (F.rms_norm(x.double(), (20000,), None, 1e-6) * g.double()).sum(0), 20000) <= 1.0
 
 
 def test_denominators_of_the_mean(backend: str) -> None:
