@@ -215,7 +215,8 @@ backward peaks(
     tile n in N
     a = sum(d_y[m, k, n] * y[m, k, n], n) / saved_low[m, k] * 2.0 * sum(x[m, k, n], n)
     zero = where(best[m, k] == saved_top[m, k], 0.0, nan)
-    d_x[m, k, n] = gain(d_y[m, k, n]) * saved_low[m, k] + a + zero
+    rest = a + zero
+    d_x[m, k, n] = gain(d_y[m, k, n]) * saved_low[m, k] + rest
 """
     kernel = kgen.loads(text).peaks
     x = randn(2, 3, 4, 11).requires_grad_()
@@ -278,6 +279,10 @@ backward f(x: T[M, N], w: T[N]?, saved_s: f32[M], d_y: T[M, N]) -> (d_x: T[M, N]
     right = expected(lambda x, w: (x * w).sum(-1, keepdim=True) * x, torch.float32, **arguments)
     assert close(found, right, 21)
     assert "saved_s" not in "".join(texts(kernel, arguments["x"].requires_grad_(), None))
+    # Read where there is none: such calls are derived.
+    always = text.replace("d_x[m, n] = d_y[m, n]\n", "d_x[m, n] = 8.0 * d_y[m, n] / saved_s[m]\n")
+    assert always != text and not mistakes(always)
+    assert "8.0" not in texts(kgen.loads(always).f, arguments["x"], None)[1]
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
