@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from backward_kit import NORM_BACKWARD, mistakes, norm
 
 from kgen.dsl import ast
+from kgen.dsl.check import backward_of, check_module
+from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.format import format_module, format_source
+from kgen.dsl.modules import load
 from kgen.dsl.parser import parse_text
 
 # ---- grammar and layout ----------------------------------------------------------------------------------------------
@@ -123,3 +128,16 @@ def test_its_body_is_checked_along_every_path() -> None:
     assert [c[:3] for c, _, _ in mistakes(never)] == ["K04"]
     beyond = norm(1.0, ("w[n]\n", "w[n + 1]\n"))
     assert mistakes(beyond)[0][:2] == ("K0301", "w[n + 1]")
+
+
+def test_an_imported_kernel_brings_its_own(tmp_path: Path) -> None:
+    (tmp_path / "norms.kdsl").write_text(norm(), "utf-8")
+    (tmp_path / "main.kdsl").write_text("from norms import norm\n", "utf-8")
+    (imported,) = load(tmp_path / "main.kdsl").module.imported
+    assert backward_of(imported.module, "norm") is not None
+    # A file cannot give a kernel of another file a second one.
+    (tmp_path / "main.kdsl").write_text(f"from norms import norm\n{NORM_BACKWARD.replace('SCALE', '1.0')}", "utf-8")
+    diagnostics = Diagnostics()
+    check_module(load(tmp_path / "main.kdsl").module, diagnostics)
+    (found,) = diagnostics.items
+    assert found.code == "K0230" and found.help == "a backward stands in the file of its kernel"

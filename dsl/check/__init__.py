@@ -111,7 +111,9 @@ def _check_backward(
     if forward is None:
         message = f"there is no kernel '{kernel.name}' in this file for this backward"
         hint = suggestion(kernel.name, [k.name for k in module.kernels])
-        diagnostics.error("K0230", message, kernel.name_span, help=hint or "write it in the file of its kernel")
+        help = f"{hint}; " if hint else ""
+        help += "a backward stands in the file of its kernel"
+        diagnostics.error("K0230", message, kernel.name_span, help=help)
         return
     before = len(diagnostics.items)
     header = sound.get(kernel.name)
