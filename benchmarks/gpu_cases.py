@@ -1,4 +1,7 @@
-"""What `gpu_check.py` runs: every packaged kernel and every case of `tests/unplanned_cases.py`, and in which order."""
+"""What `gpu_check.py` runs: every packaged kernel and every case of `tests/unplanned_cases.py`, forwards and gradients.
+
+A `Task` is one compiled variant, or few, and many calls of it; `tasks` says which there are, `calls` what each calls.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,45 @@ for folder in (ROOT, ROOT / "tests"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-import unplanned_cases  # noqa: E402  # pyright: ignore[reportMissingImports]  # through the path above
+import shipped_cases  # noqa: E402  # pyright: ignore[reportMissingImports]  # through the path above
+import unplanned_cases  # noqa: E402  # pyright: ignore[reportMissingImports]  # as above
 
 import kgen  # noqa: E402
+from kgen.dsl.check import TensorParam  # noqa: E402
+from kgen.dsl.diagnostics import KgenError  # noqa: E402
+from kgen.runtime import autograd  # noqa: E402
 from kgen.runtime.kernel import Kernel  # noqa: E402
+from kgen.runtime.placement import LAYOUTS as PLACED  # noqa: E402
 
 WIDTHS = (
-    1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 1023, 1024, 1025, 4096, 8192, 32000, 65535, 65536,
+    1, 2, 3, 7, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 1023, 1024, 1025, 4096, 8192, 32000, 65535, 65536,
     65537, 131072,
 )  # fmt: skip
-ROWS = (0, 1, 2, 97, 65537)
+FORWARD, GRADIENT = "forward", "gradient"
+DIRECTIONS: tuple[str, ...] = (FORWARD, GRADIENT)
+# Of gradients: around the number of multiprocessors (132 on an H100 and an H200), over which sums over rows are spread.
+ROWS: dict[str, tuple[int, ...]] = {
+    FORWARD: (0, 1, 2, 97, 133, 65537),
+    GRADIENT: (0, 1, 131, 132, 133, 509, 16411, 65537),
+}
+# The row count that is also called with other values than normal ones, and a second time for the same bits.
+VARIED = {FORWARD: 97, GRADIENT: 133}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset")
+LAYOUTS = tuple(name for name in PLACED if name != "padded")
+# `scalar`: one element everywhere, as the gradient of a sum.
+GRADIENT_LAYOUTS = (*LAYOUTS, "scalar")
 VALUES = ("normal", "special", "large", "zeros")
 MAX_ELEMENTS = 1 << 27
 # In later waves, so that many layouts and dtypes are reached: the float64 reference is most of the time.
 LATER_MAX_ELEMENTS = 1 << 25
-UNPLANNED_WAVE = 5
+# Arguments that are made on the CPU, one generator's stream a case.
+CPU_MAX_ELEMENTS = 1 << 22
 
 # Kernels whose float64 reference takes minutes or all of the memory at larger widths: its error bounds go along a
 # reduced or repeated index step by step, and a gather is held whole.
 _SLOW_REFERENCE = {"bilinear", "repeat_each", "two_gathers", "whole_mean"}
+# Those whose gradient compares every element of a row with every index of it (docs/derivation.md), N * N a row.
+_SLOW_GRADIENT = {"shuffle_columns"}
 
 Make = Callable[[int, int, torch.dtype, torch.Generator], dict[str, Any]]
 
@@ -48,7 +69,7 @@ class Target:
     """A kernel of a file with a way to make its arguments: `make(rows, width, dtype, generator)`.
 
     `own_dtypes` where the kernel has no dtype variable. Arguments are made on the generator's device; of an unplanned
-    case on the CPU, so that those stay smaller.
+    case on the CPU, so that those stay smaller. `formula(**arguments)` gives the outputs in plain torch.
     """
 
     name: str
@@ -58,6 +79,8 @@ class Target:
     own_dtypes: tuple[str, ...] = ()
     on_cpu: bool = False
     widths: tuple[int, ...] = WIDTHS
+    formula: Callable[..., Any] | None = None
+    differentiable: bool = True
 
     def load(self) -> Kernel:
         """The kernel."""
@@ -69,59 +92,21 @@ def _load(file: str) -> kgen.KernelModule:
     return kgen.load(ROOT / file)
 
 
-def _randn(g: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    # A first draw of f32 may be as large as the result in f64: the 16-bit types are drawn as they are.
-    return torch.randn(shape, generator=g, device=g.device, dtype=dtype)
-
-
-def _tensors(rows: tuple[str, ...], columns: tuple[str, ...] = (), **scalars: Any) -> Make:
-    """Arguments `[rows, width]` and `[width]` of the dtype, and fixed scalars."""
-
-    def make(m: int, n: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, Any]:
-        made: dict[str, Any] = {name: _randn(g, m, n, dtype=dtype) for name in rows}
-        return made | {name: _randn(g, n, dtype=dtype) for name in columns} | scalars
-
-    return make
-
-
-def _rope(partial: bool, positions: bool, **scalars: Any) -> Make:
-    def make(m: int, n: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, Any]:
-        d = max(n, 2)
-        r = (d // 2 if partial else d) // 2 * 2
-        table = max(m, 1) + 3
-        angle = torch.rand(table, r, generator=g, device=g.device) * 6.28
-        made: dict[str, Any] = {
-            "q": _randn(g, 2, m, 3, d, dtype=dtype),
-            "k": _randn(g, 2, m, 1, d, dtype=dtype),
-            "cos": angle.cos().to(dtype),
-            "sin": angle.sin().to(dtype),
-        }
-        if positions:
-            made["positions"] = torch.randint(0, table, (2, m), generator=g, device=g.device)
-        return made | scalars
-
-    return make
+def _vectors(m: int, n: int, dtype: torch.dtype, g: torch.Generator) -> dict[str, Any]:
+    return {name: torch.randn(m * n, generator=g, device=g.device, dtype=dtype) for name in ("a", "b")}
 
 
 def targets() -> list[Target]:
     """All targets, those that come with kgen first."""
-    rms, ln, glu, soft, rope = (f"ops/{n}.kdsl" for n in ("rms_norm", "layer_norm", "swiglu", "softmax", "rope"))
     heads = tuple(w for w in WIDTHS if w <= 1025)
     found = [
-        Target("rms_norm", rms, "rms_norm", _tensors(("x",), ("w",))),
-        Target("rms_norm, no weight", rms, "rms_norm", _tensors(("x",))),
-        Target("rms_norm, rounded first", rms, "rms_norm", _tensors(("x",), ("w",), round_first=True)),
-        Target("layer_norm", ln, "layer_norm", _tensors(("x",), ("w", "b"))),
-        Target("layer_norm, no weight", ln, "layer_norm", _tensors(("x",))),
-        Target("softmax", soft, "softmax", _tensors(("x",))),
-        Target("log_softmax", soft, "log_softmax", _tensors(("x",))),
-        Target("swiglu", glu, "swiglu", _tensors(("gate", "up"))),
-        Target("geglu", glu, "geglu", _tensors(("gate", "up"))),
-        Target("geglu_tanh", glu, "geglu_tanh", _tensors(("gate", "up"))),
-        Target("rope", rope, "rope", _rope(False, False), widths=heads),
-        Target("rope, interleaved", rope, "rope", _rope(False, True, interleaved=True), widths=heads),
-        Target("rope, partial", rope, "rope", _rope(True, False), widths=heads),
-    ]
+        Target(
+            s.name, f"ops/{s.file}", s.kernel, s.make, widths=heads if s.heads else WIDTHS, formula=s.formula,
+            differentiable=s.differentiable,
+        )
+        for s in shipped_cases.SHIPPED
+    ]  # fmt: skip
+    found.append(Target("vec_add", "examples/vec_add.kdsl", "vec_add", _vectors, formula=lambda a, b: a + b))
     seen: dict[str, int] = {}
     for case in unplanned_cases.CASES:
         seen[case.kernel] = seen.get(case.kernel, 0) + 1
@@ -129,52 +114,98 @@ def targets() -> list[Target]:
         generic = case.dtypes == (torch.float32, torch.bfloat16)
         own = () if generic else tuple(str(t).removeprefix("torch.") for t in case.dtypes)
         widths = tuple(w for w in WIDTHS if w <= 128) if case.kernel in _SLOW_REFERENCE else WIDTHS
-        found.append(Target(name, "tests/kernels/unplanned.kdsl", case.kernel, case.make, own, True, widths))
+        found.append(
+            Target(
+                name, "tests/kernels/unplanned.kdsl", case.kernel, case.make, own, True, widths,
+                formula=case.formula, differentiable=case.differentiable,
+            )
+        )  # fmt: skip
     return found
 
 
 @dataclass(frozen=True)
 class Task:
-    """One compiled variant, or few, of a target: all `rows` with one dtype, width and layout."""
+    """One compiled variant, or few, of a target: all rows with one dtype, width and layout.
+
+    Of a gradient, `gradient_layout` is that of the gradients that come in, and `wanted` names the inputs whose gradient
+    is asked for.
+    """
 
     target: int
+    direction: str
     dtype: str
     width: int
     layout: str
     wave: int
+    gradient_layout: str = ""
+    wanted: tuple[str, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype of the variables that stand for one."""
         return DTYPES.get(self.dtype) or getattr(torch, self.dtype)
 
 
-def tasks(found: list[Target], widths: tuple[int, ...], seed: int) -> list[Task]:
-    """Every combination of target, dtype, width and layout, in waves.
+@cache
+def derivable(target: Target) -> dict[str, str]:
+    """The float inputs of a target: the code of the error for those whose gradient is not derived, else nothing."""
+    if not target.differentiable:
+        return {}
+    kernel = target.load()
+    dtype = getattr(torch, target.own_dtypes[0]) if target.own_dtypes else torch.float32
+    made = target.make(4, 8, dtype, torch.Generator().manual_seed(0))
+    values = kernel._binder.bind((), made)
+    found = {}
+    for i, p in enumerate(kernel.signature.params):
+        if isinstance(p, TensorParam) and values[i] is not None and values[i].is_floating_point():
+            try:
+                autograd.training(kernel, values, (i,))
+                found[p.name] = ""
+            except KgenError as error:
+                found[p.name] = str(error).split("[")[-1][:5]
+    return found
 
-    A wave has each (target, width) once, with a dtype and layout by lot: the first already touches every target with
-    every width, and nearly surely with every dtype and layout. In a wave, packaged kernels come first.
+
+def tasks(
+    found: list[Target], names: set[str], widths: tuple[int, ...], directions: tuple[str, ...], seed: int
+) -> list[Task]:
+    """Every combination of a target in `names`, direction, dtype, width and layouts, in waves.
+
+    A wave has each width of a (target, direction) once, with a dtype, layouts and, of a gradient, inputs by lot: the
+    first already touches every target with every width, and nearly surely with every dtype and layout.
     """
     lot = random.Random(seed)
     out: list[Task] = []
-    for i, target in enumerate(found):
-        for width in (w for w in target.widths if w in widths):
-            ways = list(itertools.product(target.own_dtypes or DTYPES, LAYOUTS))
+    for (i, target), direction in itertools.product(enumerate(found), directions):
+        if target.name not in names:
+            continue
+        inputs = [name for name, code in derivable(target).items() if not code] if direction == GRADIENT else []
+        if direction == GRADIENT and not inputs:
+            continue
+        slow = direction == GRADIENT and target.kernel in _SLOW_GRADIENT
+        for width in (w for w in target.widths if w in widths and not (slow and w > 1025)):
+            incoming = GRADIENT_LAYOUTS if direction == GRADIENT else ("",)
+            ways = list(itertools.product(target.own_dtypes or DTYPES, LAYOUTS, incoming))
             lot.shuffle(ways)
-            out += [Task(i, dtype, width, layout, wave) for wave, (dtype, layout) in enumerate(ways)]
-    packaged = {i for i, t in enumerate(found) if not t.on_cpu}
+            for wave, (dtype, layout, other) in enumerate(ways):
+                # All inputs in every second wave, some of them in the others.
+                some = lot.sample(inputs, lot.randint(1, len(inputs))) if wave % 2 and inputs else inputs
+                wanted = tuple(name for name in inputs if name in some)
+                out.append(Task(i, direction, dtype, width, layout, wave, other, wanted))
     order = {id(t): lot.random() for t in out}
-    # Each wave has every width of every kernel once. The packaged kernels go five waves ahead.
-    return sorted(out, key=lambda t: (t.wave + (0 if t.target in packaged else UNPLANNED_WAVE), order[id(t)]))
+    return sorted(out, key=lambda t: (t.wave, order[id(t)]))
 
 
 def calls(target: Target, task: Task, limit: int, rows: tuple[int, ...]) -> Iterator[tuple[int, str, bool]]:
     """(rows, values, fits) of the calls of a task; where it does not fit, it would pass `limit` elements."""
-    if task.wave:
+    if task.wave or task.direction == GRADIENT:
         limit = min(limit, LATER_MAX_ELEMENTS)
+    if target.on_cpu:
+        limit = min(limit, CPU_MAX_ELEMENTS)
+    varied = VARIED[task.direction]
     for m in rows:
-        elements = _elements(target, m, task.width, task.torch_dtype)
-        fits = elements <= (min(limit, 1 << 22) if target.on_cpu else limit)
-        for values in VALUES if m == 97 else ("normal",):
+        fits = _elements(target, m, task.width, task.torch_dtype) <= limit
+        for values in VALUES if m == varied else ("normal",):
             yield m, values, fits
 
 
@@ -198,11 +229,11 @@ def arguments(target: Target, task: Task, m: int, values: str, device: torch.dev
     made = target.make(m, task.width, task.torch_dtype, g)
     made = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
     return {
-        k: _revalue(v, values, i + seed) if isinstance(v, torch.Tensor) else v for i, (k, v) in enumerate(made.items())
+        k: revalue(v, values, i + seed) if isinstance(v, torch.Tensor) else v for i, (k, v) in enumerate(made.items())
     }
 
 
-def _revalue(t: torch.Tensor, values: str, seed: int) -> torch.Tensor:
+def revalue(t: torch.Tensor, values: str, seed: int) -> torch.Tensor:
     """Float tensors with the kind of values that was asked for; others stay."""
     if values == "normal" or not t.dtype.is_floating_point or t.numel() == 0:
         return t
@@ -215,7 +246,8 @@ def _revalue(t: torch.Tensor, values: str, seed: int) -> torch.Tensor:
     g = torch.Generator(t.device).manual_seed(seed)
     flat = t.reshape(-1).clone()
     # About one element in eight rows is special, so that most rows stay finite.
-    count = max(len(special), t.shape[0] // 8)
+    rows = t.shape[0] if t.dim() else 1
+    count = max(len(special), rows // 8)
     at = torch.randint(0, flat.numel(), (count,), generator=g, device=t.device)
     flat[at] = torch.tensor(special, device=t.device).to(t.dtype).repeat(-(-count // len(special)))[:count]
     return flat.reshape(t.shape)

@@ -32,14 +32,15 @@ from kgen.runtime.triton_interpret import TritonInterpretError
 class Question:
     """One call of a kernel, and what must come out of it.
 
-    `values` are the arguments in order of the signature; `expected` and `bound` are float64 (integers as they are), by
-    name of the output or `inout` tensor.
+    `values` are the arguments in order of the signature; `layout` is that of all tensors, or of each by name, where one
+    that is not named is contiguous. `expected` and `bound` are float64 (integers as they are), by name of the output or
+    `inout` tensor.
     """
 
     kernel: Kernel
     ir: ir.Kernel
     values: tuple[Any, ...]
-    layout: str
+    layout: str | Mapping[str, str]
     expected: Mapping[str, torch.Tensor]
     bound: Mapping[str, torch.Tensor]
 
@@ -64,12 +65,13 @@ class Answer:
 def ask(
     kernel: Kernel,
     arguments: Mapping[str, Any],
-    layout: str = "contiguous",
+    layout: str | Mapping[str, str] = "contiguous",
     *,
     max_elements: int | None = None,
 ) -> Question:
     """The question that a call of `kernel` with `arguments`, its tensors laid out as `layout` says, puts to a backend.
 
+    `layout`: see `Question`.
     `max_elements` is that of `interpret` and `error_bound`. Raises KgenError for arguments that do not fit.
     """
     values = list(kernel._binder.bind((), arguments))
@@ -98,7 +100,7 @@ def answer(question: Question, backend: str, *, repeat: bool = False) -> Answer:
     for t in question.ir.tensors:
         if t.role == "out":
             shape = tuple(question.expected[t.name].shape)
-            placed[t.name] = poisoned(shape, TORCH[t.dtype], device, question.layout)
+            placed[t.name] = poisoned(shape, TORCH[t.dtype], device, _named(t.name, question.layout))
             outs.append(placed[t.name].tensor)
     try:
         kernel(*values, backend=backend, out=outs or None)
@@ -191,8 +193,13 @@ def split(
     )
 
 
-def _layout_for(p: TensorParam, layout: str) -> str:
-    return "sliced" if layout == "expanded" and p.role != "in" else layout
+def _layout_for(p: TensorParam, layout: str | Mapping[str, str]) -> str:
+    own = _named(p.name, layout)
+    return "sliced" if own in ("expanded", "scalar") and p.role != "in" else own
+
+
+def _named(name: str, layout: str | Mapping[str, str]) -> str:
+    return layout if isinstance(layout, str) else layout.get(name, "contiguous")
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

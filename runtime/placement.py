@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 # contiguous; the last two dimensions exchanged; every second element; stride 0; one element further; rows of a wider
-# buffer. One-dimensional tensors take every third element for `transposed`, and none is `padded`.
+# buffer. One-dimensional tensors take every third element for `transposed`, and none is `padded`. Not among them is
+# `scalar`, one element everywhere: what the gradient of a sum looks like.
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset", "padded")
 
 _GUARD = 64  # elements on either side; a multiple of any vector, so alignment stays as it is
@@ -56,7 +57,8 @@ def _mark(size: int, written: bool) -> int:
 def place(values: torch.Tensor, layout: str, *, written: bool = False, keep: bool = False) -> Placed:
     """A tensor with the shape and values of `values`, laid out as `layout` says, inside a guard.
 
-    `expanded` repeats the first slice along the first dimension of more than one element, so its values differ.
+    `expanded` repeats the first slice along the first dimension of more than one element, `scalar` the first element
+    along all of them, so the values differ.
     `written` is for what a kernel overwrites. `keep` copies the buffer's bits, so that `unchanged` can be asked.
     """
     shape = tuple(values.shape)
@@ -80,7 +82,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, l
     else:
         fill = 1 if dtype == torch.bool else torch.iinfo(dtype).min
     # Expanded memory cannot be written.
-    layout = "contiguous" if layout == "expanded" else layout
+    layout = "contiguous" if layout in ("expanded", "scalar") else layout
     return place(torch.full(shape, fill, dtype=dtype, device=device), layout, written=True)
 
 
@@ -90,6 +92,8 @@ def _strides(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int]
     own = _row_major(sizes)
     if layout == "offset":
         return tuple(own), 1
+    if layout == "scalar":
+        return tuple(0 for _ in sizes), 0
     if layout == "sliced":
         own = [2 * s for s in own]
     elif layout == "padded":

@@ -53,14 +53,17 @@ def seeds_for(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def worst(actual: torch.Tensor, expected: torch.Tensor, n: int) -> float:
-    """The largest error in units of the bound for a gradient that a sum over `n` elements enters."""
+    """The largest error in units of the bound for a gradient that a sum over `n` elements enters; NaN must meet NaN."""
     assert actual.shape == expected.shape
     if actual.numel() == 0:
         return 0.0
     unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
     own = min(2.0**-24, unit[actual.dtype])
-    bound = unit[actual.dtype] * expected.abs() + (n + 64) * own * expected.abs().max().clamp(min=1e-6)
-    return ((actual.double() - expected).abs() / bound).max().item()
+    largest = expected.abs().nan_to_num(0.0, 0.0).max().clamp(min=1e-6)
+    bound = unit[actual.dtype] * expected.abs() + (n + 64) * own * largest
+    ratio = ((actual.double() - expected).abs() / bound).nan_to_num(torch.inf)  # NaN where only one of them is
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    return ratio.where(~same, 0.0).max().item()
 
 
 def check(
