@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from kgen.codegen.derive import Derived
 from kgen.codegen.derive.written import gradients_of
@@ -69,9 +70,14 @@ class Training:
 
 
 def requiring(kernel: Kernel, values: Sequence[Any]) -> tuple[int, ...]:
-    """The parameters among `values` that ask for a gradient; none for a kernel whose outputs cannot carry one."""
+    """The parameters among `values` that ask for a gradient; none for a kernel whose outputs cannot carry one.
+
+    Raises ArgumentError for a value that carries a tangent: no output would, which means a derivative of zero.
+    """
     if not kernel.has_float_output:
         return ()
+    if forward_ad._current_level >= 0:
+        refuse_tangents(kernel, values)
     # What is no tensor is refused later, in words. A list, as this is on the path of every call outside no_grad.
     wanted = [i for i in kernel.tensor_at if getattr(values[i], "requires_grad", False)]
     return tuple(wanted) if wanted else ()
@@ -212,6 +218,17 @@ def refuse(kernel: Kernel, values: Sequence[Any], wanted: Sequence[int], outs: S
         training(kernel, values, tuple(wanted))  # says that a kernel that overwrites an argument is not derived
 
 
+def refuse_tangents(kernel: Kernel, values: Sequence[Any]) -> None:
+    """Raise for a value inside `torch.autograd.forward_ad.dual_level` that carries a tangent."""
+    for i in kernel.tensor_at:
+        t = values[i]
+        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise ArgumentError(
+                f"{kernel.name}: argument '{kernel.signature.params[i].name}' carries a tangent, and derivatives in "
+                f"forward mode are not derived; use reverse mode (backward, torch.autograd.grad)"
+            )
+
+
 class _Call(torch.autograd.Function):
     """The training form of one kernel call."""
 
@@ -244,7 +261,11 @@ class _TransformedCall(_Call):
 
     @staticmethod
     def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
-        raise ArgumentError(f"{t.kernel.name}: vmap does not reach into a kernel; pass tensors with a batch dimension")
+        raise _no_vmap(t)
+
+
+def _no_vmap(t: Training) -> ArgumentError:
+    return ArgumentError(f"{t.kernel.name}: vmap does not reach into a kernel; pass tensors with a batch dimension")
 
 
 def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, values: Sequence[Any]) -> Any:
@@ -272,6 +293,10 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise KgenError(f"{ctx.name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+
+    @staticmethod
+    def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
+        raise _no_vmap(t)  # as torch.func.jacrev asks for
 
 
 def float_output(signature: Signature) -> bool:

@@ -13,6 +13,7 @@ from autograd_kit import as_tuple, leaf, randn, worst
 from derive_kit import call, derived_of, shipped
 from known_kit import DTYPES, OPS, agree, expected, outcome
 from torch import nn
+from torch.autograd import forward_ad
 
 import kgen
 from kgen import ops
@@ -305,6 +306,27 @@ def test_functional_transforms_of_each_op(name: str) -> None:
         assert torch.equal(a, b)
     with pytest.raises(kgen.ArgumentError, match="vmap does not reach into a kernel"):
         torch.func.vmap(torch.func.grad(weighed))(*(t.expand(2, *t.shape) for t in plain.values()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of make_dual
+@pytest.mark.parametrize("name", OPS)
+def test_derivatives_that_are_not_derived_are_refused(name: str, backend: str) -> None:
+    """In words, instead of a derivative of zero: forward mode, and Jacobians, which are a vmap."""
+    op = OPS[name]
+    plain = op.tensors(10)
+    first, *rest = plain
+    with forward_ad.dual_level():
+        dual = {first: forward_ad.make_dual(plain[first], torch.ones_like(plain[first])), **{n: plain[n] for n in rest}}
+        with pytest.raises(kgen.ArgumentError, match=r"argument '\w+' carries a tangent, .*forward mode"):
+            op.call(**dual, backend=backend)
+        op.call(**plain, backend=backend)
+    op.call(**dual, backend=backend)  # outside there is no tangent
+
+    def of_first(x: torch.Tensor) -> torch.Tensor:
+        return as_tuple(op.call(**{**plain, first: x}, backend=backend))[0]
+
+    with pytest.raises(kgen.ArgumentError, match="vmap does not reach into a kernel"):
+        torch.func.jacrev(of_first)(plain[first])
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
