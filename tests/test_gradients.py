@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from autograd_kit import UNPLANNED, check, leaf, packaged, randn, rms_formula, wanted, worst
+from shipped_cases import SHIPPED, Shipped
 from unplanned_cases import CASES, Case
 
 import kgen
@@ -21,120 +22,37 @@ from kgen.runtime.kernel import Kernel
 
 # ---- shipped ops -----------------------------------------------------------------------------------------------------
 
-
-def _ln(x, w=None, b=None):
-    width = (x.shape[-1],)
-    return F.layer_norm(x, width, w, b, 1e-5)
+DERIVED = {case.name: case for case in SHIPPED if case.differentiable}
 
 
-def _rope(q, k, cos, sin, interleaved=False):
-    def turn(x):
-        r = cos.shape[-1]
-        c, s = cos[None, : x.shape[1], None], sin[None, : x.shape[1], None]
-        lo, hi = (x[..., 0:r:2], x[..., 1:r:2]) if interleaved else (x[..., : r // 2], x[..., r // 2 : r])
-        half = r // 2
-        at = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
-        if interleaved:
-            a, b = lo * c[..., at[0]] - hi * s[..., at[0]], hi * c[..., at[0]] + lo * s[..., at[0]]
-            rotated = torch.stack([a, b], -1).flatten(-2)
-        else:
-            rotated = torch.cat([lo * c[..., at[0]] - hi * s[..., at[0]], hi * c[..., at[1]] + lo * s[..., at[1]]], -1)
-        return torch.cat([rotated, x[..., r:]], -1)
-
-    return turn(q), turn(k)
+def _made(case: Shipped, rows: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+    return case.make(rows, width, dtype, torch.Generator().manual_seed(width))
 
 
-SHIPPED: dict[str, tuple[Kernel, Callable[[int, torch.dtype], dict[str, Any]], Callable[..., Any]]] = {
-    "rms_norm": (
-        packaged("rms_norm", "rms_norm"),
-        lambda n, d: {"x": randn(3, n, dtype=d), "w": randn(n, seed=1)},
-        rms_formula,
-    ),
-    "rms_norm-gemma": (
-        packaged("rms_norm", "rms_norm"),
-        lambda n, d: {"x": randn(3, n, dtype=d), "w": randn(n, dtype=d, seed=1), "offset": 1.0},
-        rms_formula,
-    ),
-    "rms_norm-llama": (
-        packaged("rms_norm", "rms_norm"),
-        lambda n, d: {"x": randn(3, n), "w": randn(n, seed=1), "round_first": True},
-        rms_formula,
-    ),
-    "rms_norm-plain": (packaged("rms_norm", "rms_norm"), lambda n, d: {"x": randn(2, 2, n, dtype=d)}, rms_formula),
-    "layer_norm": (
-        packaged("layer_norm", "layer_norm"),
-        lambda n, d: {"x": randn(4, n, dtype=d), "w": randn(n, seed=1), "b": randn(n, seed=2)},
-        _ln,
-    ),
-    "layer_norm-weight": (
-        packaged("layer_norm", "layer_norm"),
-        lambda n, d: {"x": randn(4, n, dtype=d), "w": randn(n, seed=1)},
-        _ln,
-    ),
-    "swiglu": (
-        packaged("swiglu", "swiglu"),
-        lambda n, d: {"gate": randn(3, n, dtype=d), "up": randn(3, n, dtype=d, seed=1)},
-        lambda gate, up: F.silu(gate) * up,
-    ),
-    "geglu": (
-        packaged("swiglu", "geglu"),
-        lambda n, d: {"gate": randn(3, n, dtype=d), "up": randn(3, n, dtype=d, seed=1)},
-        lambda gate, up: F.gelu(gate) * up,
-    ),
-    "geglu_tanh": (
-        packaged("swiglu", "geglu_tanh"),
-        lambda n, d: {"gate": randn(3, n, dtype=d), "up": randn(3, n, dtype=d, seed=1)},
-        lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    ),
-    "softmax": (packaged("softmax", "softmax"), lambda n, d: {"x": randn(3, n, dtype=d)}, lambda x: x.softmax(-1)),
-    "log_softmax": (
-        packaged("softmax", "log_softmax"),
-        lambda n, d: {"x": randn(3, n, dtype=d)},
-        lambda x: x.log_softmax(-1),
-    ),
-    "rope": (
-        packaged("rope", "rope"),
-        lambda n, d: {
-            "q": randn(2, 3, 2, 2 * n, dtype=d), "k": randn(2, 3, 1, 2 * n, dtype=d, seed=1),
-            "cos": randn(5, 2 * n, seed=2), "sin": randn(5, 2 * n, seed=3),
-        },
-        _rope,
-    ),
-    "rope-interleaved": (
-        packaged("rope", "rope"),
-        lambda n, d: {
-            "q": randn(2, 3, 2, 2 * n + 3, dtype=d), "k": randn(2, 3, 1, 2 * n + 3, dtype=d, seed=1),
-            "cos": randn(5, 2 * n, seed=2), "sin": randn(5, 2 * n, seed=3), "interleaved": True,
-        },
-        _rope,
-    ),
-}  # fmt: skip
-
-
-# Tables whose even and odd columns are read one by one: their gradient is not derived (K0505).
-CONSTANT = {"rope-interleaved": ("cos", "sin")}
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", DERIVED)
 def test_shipped_kernels_in_f32(name: str, backend: str) -> None:
-    kernel, make, formula = SHIPPED[name]
+    case = DERIVED[name]
     # g++ takes a second for each variant. Rows of one and two elements are left out: their gradients cancel.
     for n in (33,) if backend == "cuda" else (7, 33, 64):
-        check(kernel, make(n, torch.float32), formula, backend, CONSTANT.get(name, ()))
+        check(packaged(case.file, case.kernel), _made(case, 13, n, torch.float32), case.formula, backend, case.constant)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", DERIVED)
 def test_shipped_kernels_in_bf16(name: str) -> None:
-    kernel, make, formula = SHIPPED[name]
-    check(kernel, make(33, torch.bfloat16), formula, "triton", CONSTANT.get(name, ()))
+    case = DERIVED[name]
+    formula = None if case.rounds else case.formula
+    check(packaged(case.file, case.kernel), _made(case, 13, 33, torch.bfloat16), formula, "triton", case.constant)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+# A loss is f32 whatever the logits are, too coarse for a difference quotient.
+@pytest.mark.parametrize("name", [n for n, case in DERIVED.items() if case.file != "cross_entropy.kdsl"])
 def test_shipped_kernels_pass_gradcheck(name: str) -> None:
-    kernel, make, _ = SHIPPED[name]
-    arguments = {n: v.double() if isinstance(v, torch.Tensor) else v for n, v in make(3, torch.float64).items()}
-    tensors = {n: arguments[n].requires_grad_() for n in wanted(arguments, CONSTANT.get(name, ()))}
+    case = DERIVED[name]
+    made = _made(case, 3, 3, torch.float64)
+    arguments = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in made.items()}
+    tensors = {n: arguments[n].requires_grad_() for n in wanted(arguments, case.constant)}
     rest = {n: v for n, v in arguments.items() if n not in tensors}
+    kernel = packaged(case.file, case.kernel)
 
     def run(*given: torch.Tensor) -> Any:
         known: dict[str, Any] = dict(zip(tensors, given, strict=True)) | rest
