@@ -58,7 +58,7 @@ def perform(target: cases.Target, task: cases.Task, device: torch.device, o: Opt
         if not fits:
             yield record | {"status": "skipped", "backend": "both"}
             continue
-        large = m * task.width > 1 << 24
+        large = m * task.width > 1 << (23 if task.direction == cases.GRADIENT else 24)
         if large:
             big.acquire()  # a few large references fill the memory
         try:
@@ -86,15 +86,17 @@ def perform(target: cases.Target, task: cases.Task, device: torch.device, o: Opt
 Answers = Iterator[tuple[str, Answer, float]]
 
 
-def _cut(device: torch.device) -> int:
-    """Elements that the reference takes at a time."""
-    return 1 << (24 if device.type == "cuda" else 20)
+def _cut(device: torch.device, direction: str) -> int:
+    """Elements that the reference takes at a time; a backward kernel holds some dozens of values of them."""
+    if device.type != "cuda":
+        return 1 << 20
+    return 1 << (22 if direction == cases.GRADIENT else 24)
 
 
 def _forward(
     target: cases.Target, task: cases.Task, given: dict[str, Any], m: int, values: str, device: torch.device, o: Options
 ) -> Answers:
-    question = ask(target.load(), given, task.layout, max_elements=_cut(device))
+    question = ask(target.load(), given, task.layout, max_elements=_cut(device, cases.FORWARD))
     for backend in o.backends:
         began = time.perf_counter()
         got = answer(question, backend, repeat=m == cases.VARIED[cases.FORWARD] and values == "normal")
@@ -112,7 +114,7 @@ def _gradient(
     names = [p.name for p in kernel.signature.params]
     t = autograd.training(kernel, bound, tuple(names.index(n) for n in task.wanted))
     layouts = {p.name: task.layout for p in kernel.signature.params if isinstance(p, TensorParam)}
-    forward = ask(t.forward, {names[i]: bound[i] for i in t.inputs}, layouts, max_elements=_cut(device))
+    forward = ask(t.forward, {names[i]: bound[i] for i in t.inputs}, layouts, max_elements=_cut(device, cases.GRADIENT))
     seeds = _seeds(t, forward, values, device, o.seed)
     layouts |= dict.fromkeys(seeds, task.gradient_layout)
     repeat = m == cases.VARIED[cases.GRADIENT] and values == "normal"
@@ -127,7 +129,7 @@ def _gradient(
         read = {p.name for p in t.backward.signature.params} & set(trained.outputs)
         if question is None or not _same(known, trained.outputs):  # a reference serves both where residuals agree
             known = {n: trained.outputs[n] for n in read}
-            question = _backward_question(t, given, known, seeds, layouts, _cut(device))
+            question = _backward_question(t, given, known, seeds, layouts, _cut(device, cases.GRADIENT))
         got = answer(question, backend, repeat=repeat)
         if got.status == "ok" and (
             problem := _by_autograd(target, task, t, given, layouts, seeds, got, values, backend)

@@ -105,7 +105,9 @@ def main() -> int:
     a.add_argument("--no-timing", action="store_true")
     o = a.parse_args()
     device = torch.device(o.device)
-    widths = tuple(map(int, o.widths.split(","))) if o.widths else cases.WIDTHS
+    directions = (o.direction,) if o.direction else cases.DIRECTIONS
+    given = tuple(map(int, o.widths.split(","))) if o.widths else None
+    widths = {d: given or cases.WIDTHS[d] for d in directions}
     rows: dict[str, tuple[int, ...]] = (
         dict.fromkeys(cases.DIRECTIONS, tuple(map(int, o.rows.split(",")))) if o.rows else dict(cases.ROWS)
     )
@@ -113,7 +115,7 @@ def main() -> int:
     if unknown := set(o.only.split(";") if o.only else ()) - {t.name for t in found}:
         a.error(f"no target is called {', '.join(sorted(unknown))}; there are {'; '.join(t.name for t in found)}")
     names = set(o.only.split(";")) if o.only else {t.name for t in found}
-    queue = cases.tasks(found, names, widths, (o.direction,) if o.direction else cases.DIRECTIONS, o.seed)
+    queue = cases.tasks(found, names, widths, o.seed)
     if not queue:
         a.error("nothing to run: no target has these widths and directions")
     o.out.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ def test_every_kernel_is_reached_in_both_directions() -> None:
     }
     assert every <= {(Path(t.file).stem, t.kernel) for t in found}
     widths = (7, 33, 1025)
-    queue = cases.tasks(found, set(FOUND), widths, cases.DIRECTIONS, 0)
+    queue = cases.tasks(found, set(FOUND), dict.fromkeys(cases.DIRECTIONS, widths), 0)
     for direction in cases.DIRECTIONS:
         mine: dict[str, list[Any]] = defaultdict(list)
         for t in queue:
@@ -152,7 +152,7 @@ def test_kernels_share_the_time() -> None:
     found = cases.targets()
     names = ("rms_norm", "softmax", "standardize", "reverse")
     cost = {FOUND[n]: c for n, c in zip(names, (0.1, 2.0, 0.5, 3.0), strict=True)}
-    queue = cases.tasks(found, set(names), cases.WIDTHS, cases.DIRECTIONS, 0)
+    queue = cases.tasks(found, set(names), cases.WIDTHS, 0)
     shares = gpu_pool.Shares(queue, found)
     running = [shares.next() for _ in range(3)]
     for _ in range(300):
