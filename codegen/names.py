@@ -9,6 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kgen.dsl import ir
+
+
+def fresh(hint: str, taken: set[str]) -> str:
+    """`hint`, or `hint_2`, `hint_3`, ... where that is taken; the name is taken then."""
+    name, n = hint, 1
+    while name in taken:
+        n += 1
+        name = f"{hint}_{n}"
+    taken.add(name)
+    return name
+
+
+def taken_names(kernel: ir.Kernel) -> set[str]:
+    """Every name of `kernel`, for `fresh`."""
+    return {
+        *(t.name for t in kernel.tensors), *(p.name for p in kernel.scalars), *kernel.dims,
+        *(a.name for a in kernel.axes), *(n for n, _ in kernel.consts),
+        *(s.name for s in kernel.body if isinstance(s, ir.Let)),
+    }  # fmt: skip
+
 
 class Names:
     """An injective map from the names of one kernel to identifiers of a backend; the same for the same set of names."""

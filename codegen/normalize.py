@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -193,7 +194,7 @@ def _attributes(e: ir.Expr) -> tuple[object, ...]:
             return e.kind, e.over, e.dtype
 
 
-def _with_kids(e: ir.Expr, kids: tuple[ir.Expr, ...]) -> ir.Expr:
+def with_children(e: ir.Expr, kids: tuple[ir.Expr, ...]) -> ir.Expr:
     """`e` with its operands replaced, in the order of `ir.children`."""
     if isinstance(e, ir.Op):
         return replace(e, args=kids)
@@ -226,10 +227,7 @@ class _Writer:
             for u in self._operands_first(v):
                 self.order[u] = s
         self.names = {v: name for v, name in values.names.items() if v in live}
-        self.taken = {
-            *(t.name for t in kernel.tensors), *(p.name for p in kernel.scalars), *kernel.dims, *self.axes,
-            *(name for name, _ in kernel.consts), *values.lets,
-        }  # fmt: skip
+        self.taken = taken_names(kernel) | set(values.lets)
         self._name_values()
 
     def body(self) -> tuple[ir.Stmt, ...]:
@@ -256,14 +254,14 @@ class _Writer:
     def _let(self, v: int) -> ir.Let:
         e = self.values.exprs[v]
         kids = tuple(self._use(k) for k in self.values.kids[v])
-        value = kids[0] if isinstance(e, ir.Ref) else _with_kids(e, kids)
+        value = kids[0] if isinstance(e, ir.Ref) else with_children(e, kids)
         return ir.Let(self.names[v], value, self.values.spans.get(v, self.order[v].span))
 
     def _use(self, v: int) -> ir.Expr:
         e = self.values.exprs[v]
         if v in self.names:
             return ir.Ref(self.names[v], e.dtype, e.axes, e.span)
-        return _with_kids(e, tuple(self._use(k) for k in self.values.kids[v]))
+        return with_children(e, tuple(self._use(k) for k in self.values.kids[v]))
 
     def _live(self, roots: Iterator[int]) -> set[int]:
         stack, seen = list(roots), set[int]()
@@ -325,9 +323,4 @@ class _Writer:
         return f"{load.tensor}_{letters}" if letters else f"{load.tensor}_0"
 
     def _fresh(self, name: str) -> str:
-        unique, n = name, 1
-        while unique in self.taken:
-            n += 1
-            unique = f"{name}_{n}"
-        self.taken.add(unique)
-        return unique
+        return fresh(name, self.taken)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from kgen.codegen.layout import VECTOR_BYTES, contiguous, divisor
+from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.normalize import normalize
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import TensorClass, Variant
@@ -69,11 +70,7 @@ class _Cut:
     def __init__(self, kernel: ir.Kernel, variant: Variant) -> None:
         self.kernel = kernel
         self.variant = variant
-        self.taken = {
-            kernel.name, *(t.name for t in kernel.tensors), *(p.name for p in kernel.scalars), *kernel.dims,
-            *dict(variant.dims), *(a.name for a in kernel.axes), *(n for n, _ in kernel.consts),
-            *(s.name for s in kernel.body if isinstance(s, ir.Let)),
-        }  # fmt: skip
+        self.taken = taken_names(kernel) | {kernel.name, *dict(variant.dims)}
         self.dims: list[str] = []
         self.workspaces: list[ir.Tensor] = []
         self.classes: list[tuple[str, TensorClass]] = []
@@ -182,12 +179,7 @@ class _Cut:
         return weight >= 0
 
     def _fresh(self, name: str) -> str:
-        unique, n = name, 1
-        while unique in self.taken:
-            n += 1
-            unique = f"{name}_{n}"
-        self.taken.add(unique)
-        return unique
+        return fresh(name, self.taken)
 
 
 def _substituted(s: ir.Accumulate, name: str, index: Poly, axes: frozenset[str]) -> ir.Accumulate:

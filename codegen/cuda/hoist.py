@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
+from kgen.codegen.names import fresh
 from kgen.codegen.phases import statement_axes
 from kgen.codegen.schedule import Loop, Step, Straight
 from kgen.dsl import ir
@@ -74,12 +75,7 @@ class _Hoister:
             if ir.same(let.value, e):
                 return ir.Ref(let.name, e.dtype, e.axes, e.span)
         owner = self.s.name if isinstance(self.s, ir.Let) else self.s.tensor
-        hint = f"{owner}_{e.fn if isinstance(e, ir.Op) else 'value'}"
-        name, n = hint, 1
-        while name in self.taken:
-            n += 1
-            name = f"{hint}_{n}"
-        self.taken.add(name)
+        name = fresh(f"{owner}_{e.fn if isinstance(e, ir.Op) else 'value'}", self.taken)
         span: Span = self.s.span
         # Coarser still: `a[m] * (b + 1)` divides into what each level needs.
         inner = _Hoister(ir.Let(name, e, span), self.grain, self.taken, self.found).statement()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from kgen.codegen.derive.adjoints import Write, ordered
 from kgen.codegen.derive.graph import Node
+from kgen.codegen.names import fresh
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import DType
@@ -72,12 +73,7 @@ class Lowering:
         return self._uses.get(a, 0) > 1 or self._depth[a] > MAX_DEPTH
 
     def _unique(self, hint: str) -> str:
-        name, n = hint, 1
-        while name in self._taken:
-            n += 1
-            name = f"{hint}_{n}"
-        self._taken.add(name)
-        return name
+        return fresh(hint, self._taken)
 
 
 def _key(w: Write) -> str:
