@@ -23,6 +23,7 @@ from kgen.codegen.layout import (
     vector_limit,
 )
 from kgen.codegen.normalize import statement_axes
+from kgen.codegen.online import steps_of
 from kgen.codegen.phases import phases, refs
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.variant import Variant
@@ -121,6 +122,9 @@ def _cuda_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     threads = ladder[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
     while True:
         schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row"))
+        # A whole row on 1024 threads has its multiprocessor to itself; in place, passes over chunks are better.
+        if schedule.threads == 1024 and schedule.rows == 1 and _in_place(kernel):
+            break
         if _fits(kernel, variant, schedule):
             return schedule
         if threads == 1024 or schedule.rows > 1:
@@ -149,7 +153,8 @@ def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule
 def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedule]:
     """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
     whole = held(kernel, Schedule(32, 1))
-    threads = ladders.LOOP_THREADS[row_bytes(kernel, whole)]
+    ladder = ladders.LOOP_THREADS_IN_PLACE if _in_place(kernel) else ladders.LOOP_THREADS
+    threads = ladder[row_bytes(kernel, whole)]
     most = ladders.LOOP_SLOTS
     if any(isinstance(s, ir.Accumulate) for s in kernel.body):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
@@ -167,6 +172,13 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
             yield Schedule(threads, 1, vector, _ordered(kernel, trial), "looped")
         if fitting is not None:
             chunks[axis] = fitting
+
+
+def _in_place(kernel: ir.Kernel) -> bool:
+    """Whether a program stores along tile axes only to what it has read."""
+    tiles = {a.name for a in kernel.tiles}
+    stored = [a.tensor.role for a in accesses(kernel) if a.tensor.role != "in" and a.axes & tiles]
+    return bool(stored) and all(role == "inout" for role in stored)
 
 
 def _ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -206,7 +218,7 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
 
 
 def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
-    steps = phases(kernel, schedule)
+    steps = steps_of(kernel, schedule)
     budget = ladders.ROW_REGISTERS[schedule.threads]
     return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= budget
 
@@ -234,10 +246,10 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
     """About how many 32-bit registers a thread fills with tiles at the worst point.
 
     A load counts as it lies in memory, packed, or a register an element where elements come one by one; a value that is
-    used once is taken to be computed where it is used.
+    used once is taken to be computed where it is used. The last use of a value makes room for what is made of it.
     """
     used: dict[str, int] = {}
-    for s in kernel.body:
+    for s in {id(s): s for step in steps for s in step.body}.values():
         for name in refs(s.value):
             used[name] = used.get(name, 0) + 1
     # A name computed in several passes is a value of its own in each.
@@ -267,13 +279,21 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
         if isinstance(s, ir.Accumulate)
     )
     return carried + max(
-        (sum(size[k] for k in size if first[k] <= point <= last[k]) for point in range(at)),
+        (
+            max(
+                sum(size[k] for k in size if first[k] < point <= last[k]),
+                sum(size[k] for k in size if first[k] <= point < last[k]),
+            )
+            for point in range(at)
+        ),
         default=0,
     )
 
 
 def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses: int) -> int:
     elements = lay.elements(s.value.axes)
+    if not any(a.name in s.value.axes for a in lay.axes):
+        return 0  # one for the row: among the registers that every kernel needs
     if isinstance(s.value, ir.Load):
         tensor = kernel.tensor(s.value.tensor)
         size = tensor.dtype.itemsize
@@ -301,12 +321,17 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
         if block * held_too <= ladders.TRITON_WHOLE and _warps_hold(kernel, block):
             break
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
+        while most > ladders.TRITON_SUM_CHUNK and not _warps_hold(kernel, most):
+            most //= 2
         chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = _block(kernel, {**whole, **chunks})
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
-    warps = ladders.TRITON_WARPS[block * rows * held_too]
+    if chunks and held_too == 1:
+        warps = ladders.TRITON_LOOP_WARPS[block]
+    else:
+        warps = ladders.TRITON_WARPS[block * rows * held_too]
     return Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name="looped" if chunks else "row")
 
 
@@ -321,7 +346,7 @@ def _warps_hold(kernel: ir.Kernel, block: int) -> bool:
                 words = kernel.tensor(s.value.tensor).dtype.itemsize / 4
                 words *= 1.5 if words >= 1 else 1
             total += words
-    return total * block <= ladders.TRITON_TILES * ladders.TRITON_WHOLE
+    return total * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
 
 
 def _block(kernel: ir.Kernel, extents: dict[str, int]) -> int:

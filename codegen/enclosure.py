@@ -149,6 +149,11 @@ def scalar_op(fn: str, args: Sequence[Enclosure], dtype: DType, *, square: bool 
             # Down there exp(-a) overflows, and the quotient is 0.
             lo, hi = out.ends
             out = Enclosure(out.v, torch.where(lo < TINY, torch.zeros_like(lo), lo), hi)
+        case "exp" | "exp2":
+            out = apply(OPS[fn], args)
+            if dtype != F64:  # subnormal results are flushed to 0
+                lo, hi = out.ends
+                out = Enclosure(out.v, torch.where(lo < TINY, torch.zeros_like(lo), lo), hi)
         case "sin" | "cos":
             out = _bounded_slope(OPS[fn], args[0])
         case "pow":

@@ -42,8 +42,14 @@ ROW_REGISTERS = Ladder(((256, 128), (512, 96), (INF, 36)))
 # Beyond this a thread is refused rather than compiled: it has 255 registers, and unrolled code grows with the tile.
 REGISTERS_LARGEST = 1024
 
-# Looped kernels: threads by bytes of the row. 8192x32000: 512 threads 0.297 ms, 1024 0.52 ms; 4096x128256: 1024.
+# Looped kernels: threads by bytes of the row. Passes after the first are to find the row in the 50 MB of L2, beside the
+# rows of all other programs that run, so fewer and larger programs are better where much is stored beside it: softmax
+# 8192x50304 takes 1.27 with 1024 threads and 1.48 with 512, 4096x128256 1.49 and 1.52.
 LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
+# Where a row is overwritten in place, what is read again and what is stored are the same lines. Cross entropy with its
+# gradient in place: 8192x32000 1.08 with 512 threads (1.35 with the whole row on 1024), 8192x50304 1.35 with 512 and
+# 1.42 with 1024, 4096x128256 1.53 with 512 and 1.32 with 1024.
+LOOP_THREADS_IN_PLACE = Ladder(((128 << 10, 512), (INF, 1024)))
 # Vectors a thread takes of each chunk, fewer where they would not fit the registers.
 LOOP_SLOTS = 4
 
@@ -67,15 +73,19 @@ TRITON_FINISH_ROWS = 4
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
 
-# Elements of one program's block: warps to hold them, and the largest block that is held whole. Beyond 32K columns
-# three passes in chunks (52-64 % of a copy) beat one block.
+# Elements of one program's block: warps to hold them, the largest block that is held whole, and the chunk of rows that
+# are not, with its warps. 8192x32000 in two chunks of 16K on 16 warps against one block: softmax 1.14 and 1.27,
+# RMSNorm 1.04 and 1.08, cross entropy in place 1.34 and 1.58. Smaller chunks let more programs run, whose rows then do
+# not stay in L2 between the passes: softmax 8192x50304 1.39 with 16K, 1.51 with 8K on 8 warps, 1.55 with 4K.
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
-TRITON_WHOLE = 32 << 10
-# Of a block of 32K elements on 16 warps, what a thread can hold: tiles an element, a value of 32 bits counting 1, a
-# load of 16 bits 1/2 (it stays packed) and one of 32 bits 3/2 (it is there twice while it is masked). At 2.5
-# (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
+TRITON_WHOLE = 16 << 10
+TRITON_CHUNK = 16 << 10
+TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
+# Of a block of TRITON_LARGE elements on 16 warps, what a thread can hold: tiles an element, a value of 32 bits
+# counting 1, a load of 16 bits 1/2 (it stays packed) and one of 32 bits 3/2 (it is there twice while it is masked). At
+# 2.5 (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
 TRITON_TILES = 2.5
-TRITON_CHUNK = 8 << 10
+TRITON_LARGE = 32 << 10
 TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K spills at 16 warps
 TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block
 # Short rows are packed until a program has about this many elements; a flat kernel takes 8 a thread of 4 warps.

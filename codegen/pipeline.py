@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.layout import digits
+from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
+from kgen.codegen.online import pair, steps_of
 from kgen.codegen.overwrite import barriers
-from kgen.codegen.phases import phases
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, spill_looped, stages
 from kgen.codegen.variant import Variant
@@ -47,15 +48,21 @@ def schedule_kernel(
 
 
 def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, override: Schedule | None) -> Scheduled:
-    kernel, variant, sums = stage.kernel, stage.variant, stage.sums
+    kernel, variant, sums = narrow(stage.kernel), stage.variant, stage.sums
+    if backend == "cuda":
+        kernel = pair(kernel)
     schedule = override or choose(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, sums=sums)
-    steps = phases(kernel, schedule)
+    if backend == "triton" and schedule.rows == 1:  # of a block that is whole the maximum is at hand
+        for axis, chunk in schedule.chunks:
+            if chunk < kernel.axis(axis).extent.constant:
+                kernel = pair(kernel, axis)
+    steps = steps_of(kernel, schedule)
     if sums is not None:
         blocks = sum_blocks(kernel, variant, backend, schedule, steps)
         if not schedule.programs:
             schedule = replace(schedule, programs=num_sms * blocks)
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks), schedule)
-        steps = phases(kernel, schedule)
+        steps = steps_of(kernel, schedule)
     refuse_oversize(kernel, variant, backend, schedule, steps)
     return Scheduled(kernel, variant, schedule, steps, barriers(kernel, digits(kernel, variant)), sums)
 

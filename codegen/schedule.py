@@ -83,6 +83,23 @@ class Sums:
 
 
 @dataclass(frozen=True)
+class Partial(ir.Reduce):
+    """What a thread (CUDA) or a lane of a block (Triton) has of a reduction; `Finish` makes the value of it.
+
+    In a loop it goes on from chunk to chunk, and later statements of the body see what it is so far. A sum with a
+    `shift` is of `exp(a - shift)`, where the `Let` called `shift` rises from chunk to chunk: what is summed already is
+    multiplied by `exp(before - after)` then.
+    """
+
+    shift: str | None = None
+
+
+@dataclass(frozen=True)
+class Finish(ir.Reduce):
+    """The reduction of `arg`, which comes from `Partial`s over the same axes and is as wide as they are."""
+
+
+@dataclass(frozen=True)
 class Straight:
     """Statements without a looped axis, executed once."""
 
@@ -95,7 +112,7 @@ class Loop:
 
     `body` is executed for each chunk, in order; values along `axis` live only inside. A `Let` in it whose value is a
     `Reduce` over `axis` is an accumulator: it starts at the identity, takes in each chunk, and its name is
-    bound to the finished value after the loop (it is not used inside).
+    bound to the finished value after the loop (it is not used inside). A `Partial` is not finished, and used inside.
     """
 
     axis: str

@@ -17,6 +17,7 @@ import torch
 from kgen.codegen.enclosure import MAX32, TINY, U32, U64, Enclosure, free, round_ends, scalar_op, settle
 from kgen.codegen.execute import Executor, ScalarValue
 from kgen.codegen.interpret import reduce_tensor, to_integer
+from kgen.codegen.online import shifted
 from kgen.codegen.torch_dtypes import TORCH, rounded
 from kgen.dsl import ir
 from kgen.dsl.dtypes import F64, DType
@@ -25,6 +26,17 @@ from kgen.dsl.dtypes import F64, DType
 MAX_ELEMENTS = 1 << 22
 
 Depth = Callable[[int], int]
+
+# Units in the last place that a factor `exp(before - after)` costs an exponential or a sum of some: 2 for the
+# hardware's exponential, half for the product. What the rounding of differences and of their product with log2(e) adds
+# is proportional to the differences, which have one sign and add up to the argument whose rounding is counted already.
+RESCALED = 3
+
+
+def rescalings(n: int) -> int:
+    """How often what is summed of `n` exponentials is multiplied by such a factor, at most: chunks have at least 512
+    elements, or as many as there are chunks; two more for threads and programs."""
+    return 2 + min(math.isqrt(max(n, 1)), -(-n // 512))
 
 
 def blocked_depth(n: int) -> int:
@@ -138,6 +150,7 @@ class _Analysis(Executor[Enclosure]):
         self.depth = depth
         self.accumulate_depth = accumulate_depth
         accumulated = {s.tensor for s in kernel.body if isinstance(s, ir.Accumulate)}
+        self.lets = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let)}
         self.errors: dict[str, torch.Tensor] = {}
         # Sums over programs: the value, lower and upper error, and the sum of magnitudes, over all blocks.
         self.sums: dict[str, list[torch.Tensor]] = {}
@@ -173,7 +186,9 @@ class _Analysis(Executor[Enclosure]):
     # -- operations ----------------------------------------------------------------------------------------------
     def op(self, e: ir.Op, args: list[Enclosure]) -> Enclosure:
         square = e.fn == "mul" and ir.same(e.args[0], e.args[1])
-        return scalar_op(e.fn, args, e.dtype, square=square)
+        out = scalar_op(e.fn, args, e.dtype, square=square)
+        # A backend may take it against another maximum, and multiply by the exponential of the difference.
+        return round_ends(out, e.dtype, RESCALED) if shifted(e, self.lets) is not None else out
 
     def cast(self, e: ir.Cast, v: Enclosure) -> Enclosure:
         if e.to.kind == "float":
@@ -199,7 +214,10 @@ class _Analysis(Executor[Enclosure]):
             return _reduce_extreme(e.kind, v, over)
         n = math.prod(v.v.shape[d] for d in over)
         if e.kind == "sum":
-            return _sum(v, over, e.dtype, self.depth(n))
+            depth = self.depth(n)
+            if shifted(e.arg, self.lets) is not None:
+                depth += 2 * RESCALED * rescalings(n)
+            return _sum(v, over, e.dtype, depth)
         return _prod(v, over, e.dtype, self.depth(n))
 
     def _spread(self, v: Enclosure, over: list[int]) -> Enclosure:

@@ -46,9 +46,9 @@ ULPS: dict[str, Budget | None] = {
     "exp": Budget(
         _exp,
         "2**(x * log2(e)): rounding the product moves the result by |x| half ulps, the f32 constant by 0.22 of that; "
-        "the hardware exponential adds 2",
+        "the hardware exponential adds 2, and makes 0 of what is below 2**-126",
     ),
-    "exp2": Budget(2.0, "the hardware exponential: at most 2**-22 relative"),
+    "exp2": Budget(2.0, "the hardware exponential: at most 2**-22 relative, and 0 for what is below 2**-126"),
     "expm1": Budget(2.0, "1 in CUDA's table; doubled for other libraries"),
     "log": Budget(2.0, "1 in CUDA's table; doubled for other libraries"),
     "log2": Budget(2.0, "1 in CUDA's table; doubled for other libraries"),

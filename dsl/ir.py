@@ -154,6 +154,7 @@ class Cast:
 class Reduce:
     """`kind` over the tile axes `over`: `sum prod max min any all argmax argmin`. max and min propagate NaN;
     argmax/argmin give the i64 position along the single axis in `over`, the first of equals, a NaN counting as extreme.
+    `expsum`, which only `kgen.codegen.online` makes: the sum of exp(arg - m), m the maximum made finite.
     """
 
     kind: str

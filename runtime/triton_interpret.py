@@ -209,8 +209,14 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
+def _flushed(x: np.ndarray) -> np.ndarray:
+    """0 for what is too small to be normal."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
+
+
 _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
-    "cos": np.cos, "erf": _erf, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "log2": np.log2, "pow": np.power,
+    "cos": np.cos, "erf": _erf, "exp2": lambda x: _flushed(np.exp2(x)), "expm1": np.expm1,
+    "fast_expf": lambda x: _flushed(np.exp(x)), "log": np.log, "log1p": np.log1p, "log2": np.log2, "pow": np.power,
     "rint": np.rint, "sin": np.sin, "tanh": np.tanh, "trunc": np.trunc,
 }  # fmt: skip
 

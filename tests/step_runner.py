@@ -9,7 +9,7 @@ import torch
 
 from kgen.codegen.execute import ScalarValue
 from kgen.codegen.interpret import Interpreter, reduce_tensor
-from kgen.codegen.schedule import Loop, Scheduled
+from kgen.codegen.schedule import Finish, Loop, Partial, Scheduled
 from kgen.codegen.space import blocks
 from kgen.dsl import ir
 
@@ -42,7 +42,8 @@ class StepRunner(Interpreter):
     def _statement(self, s: ir.Stmt) -> None:
         if isinstance(s, ir.Let):
             assert s.name not in self.env, f"{s.name} is computed twice"
-            self.env[s.name] = self.eval(s.value)
+            # All threads are one here: their partial results are the whole.
+            self.env[s.name] = self.eval(s.value.arg if isinstance(s.value, Finish) else s.value)
         elif isinstance(s, ir.Store):
             self.store(s, self.eval(s.value))
         else:
@@ -52,22 +53,38 @@ class StepRunner(Interpreter):
         whole, outside = self.block, dict(self.env)
         at = whole.position(step.axis)
         parts: dict[str, list[torch.Tensor]] = {}
+        running: dict[str, torch.Tensor] = {}
         lets = {s.name: s.value for s in step.body if isinstance(s, ir.Let)}
         for start in range(0, whole.extent(step.axis), step.chunk):
             stop = min(start + step.chunk, whole.extent(step.axis))
             self.block = replace(whole, ranges=(*whole.ranges[:at], (start, stop), *whole.ranges[at + 1 :]))
             self.env = dict(outside)
             for s in step.body:
-                if isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) and step.axis in s.value.over:
+                if isinstance(s, ir.Let) and isinstance(s.value, Partial):
+                    self._go_on(s.name, s.value, running)
+                    self.env[s.name] = running[s.name]
+                elif isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) and step.axis in s.value.over:
                     # The partial result has no name: nothing in the pass may use it.
                     parts.setdefault(s.name, []).append(self._partial(s.value, start))
                 else:
                     self._statement(s)
-        self.block, self.env = whole, outside
+        self.block, self.env = whole, {**outside, **{n: v for n, v in running.items() if n in lets}}
         for name, chunks in parts.items():
             e = lets[name]
             assert isinstance(e, ir.Reduce) and name not in self.env
             self.env[name] = self._combine(e, torch.stack(chunks, -1))
+
+    def _go_on(self, name: str, e: Partial, running: dict[str, torch.Tensor]) -> None:
+        """A partial result takes in a chunk."""
+        value = self.eval(e)
+        before = running.get(name)
+        if e.shift is None:
+            running[name] = value if before is None else torch.maximum(before, value)
+            return
+        shift = self.env[e.shift]
+        if before is not None:
+            value = value + before * torch.exp(running[f"{name} against"] - shift)
+        running[name], running[f"{name} against"] = value, shift
 
     def _partial(self, e: ir.Reduce, start: int) -> torch.Tensor:
         if e.kind not in ("argmax", "argmin"):

@@ -17,6 +17,7 @@ from kgen.codegen.cuda.reserved import RESERVED
 from kgen.codegen.cuda.text import CExpr, Lines, binary, cast, compute_type, integer
 from kgen.codegen.layout import AxisLayout, layout_of
 from kgen.codegen.names import Names
+from kgen.codegen.narrow import is_label
 from kgen.codegen.phases import statement_axes
 from kgen.codegen.schedule import Scheduled, Step
 from kgen.dsl import ir
@@ -78,6 +79,7 @@ class Context:
         self.behind_rows = False  # in a sum over programs: behind the loop over rows
         self.steps = hoist(scheduled.steps, self._grain, set(self._user_names(scheduled.steps)))
         self.names = Names(self._user_names(self.steps), RESERVED)
+        self.labels = {s.name for step in self.steps for s in step.body if isinstance(s, ir.Let) and is_label(s.value)}
         self.entry = self.names.fresh(self.kernel.name)  # a kernel may be called as one of its dimensions is
         self.helpers: set[str] = set()
         self.packs: dict[Pack, tuple[bool, bool]] = {}
@@ -170,6 +172,17 @@ class Context:
         f = self.frame
         moves = f.lane is not None and name == (self.fastest if f.lane_axis == ROW else f.lane_axis)
         return binary("+", base, CExpr(f.lane or "", "int")) if moves else base
+
+    def lane_of(self, e: ir.Expr) -> tuple[CExpr, CExpr] | None:
+        """`(base, lane)` where `e` is the index along which lanes differ."""
+        axis = e.index.as_symbol if isinstance(e, ir.IndexValue) else None
+        if axis is None or self.frame.lane is None or axis != self.frame.lane_axis:
+            return None
+        return self.base(axis), CExpr(self.frame.lane, "int")
+
+    def is_label(self, e: ir.Expr) -> bool:
+        """Whether `e` is an index of its axis, or -1."""
+        return isinstance(e, ir.Ref) and e.name in self.labels
 
     def base(self, name: str) -> CExpr:
         """An index, at lane 0 of its vector, or a dimension."""

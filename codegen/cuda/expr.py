@@ -40,6 +40,14 @@ class Place(Protocol):
         """The name of a helper of the prelude, which is thereby included."""
         ...
 
+    def lane_of(self, e: ir.Expr) -> tuple[CExpr, CExpr] | None:
+        """`(base, lane)` where `e` is the index along which lanes differ."""
+        ...
+
+    def is_label(self, e: ir.Expr) -> bool:
+        """Whether `e` is an index of its axis, or -1."""
+        ...
+
 
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -68,6 +76,9 @@ def expression(e: ir.Expr, at: Place) -> CExpr:
             return at.ref(e.name)
         case ir.Cast():
             return converted(expression(e.arg, at), e.arg.dtype, e.to, at)
+        case ir.Op(fn="eq" | "ne", args=(index, label)) if at.is_label(label) and (lane := at.lane_of(index)):
+            # The difference is the same in all lanes, so that one instruction a lane is left.
+            return binary(_BINARY[e.fn], binary("-", expression(label, at), lane[0]), lane[1])
         case ir.Op():
             return _op(e, tuple(expression(a, at) for a in e.args), at)
     raise AssertionError(f"not in normal form: {type(e).__name__} inside an expression")
@@ -116,7 +127,7 @@ def _op(e: ir.Op, args: tuple[CExpr, ...], at: Place) -> CExpr:
         case "where":
             return conditional(*args)
         case "exp":
-            return call("exp" if double else at.helper("exp_approx"), type, *args)
+            return exponential(args[0], e.dtype, at)
         case "exp2":
             return call("exp2" if double else at.helper("exp2_approx"), type, *args)
         case "sigmoid":
@@ -138,6 +149,11 @@ def _op(e: ir.Op, args: tuple[CExpr, ...], at: Place) -> CExpr:
             at.helper(helper)
             return call(helper, type, *(cast(type, a) for a in args))
     return call(_LIBRARY[e.fn] if double else f"{_LIBRARY[e.fn]}f", type, *args)
+
+
+def exponential(a: CExpr, dtype: DType, at: Place) -> CExpr:
+    """e to the power of `a`, in `dtype`."""
+    return call("exp" if dtype == F64 else at.helper("exp_approx"), compute_type(dtype), a)
 
 
 def extreme(fn: str, a: CExpr, b: CExpr, dtype: DType, at: Place) -> CExpr:

@@ -21,9 +21,10 @@ from kgen.codegen.cuda.memory import (
 )
 from kgen.codegen.cuda.plan import Nest, Plan
 from kgen.codegen.cuda.prelude import Pack
-from kgen.codegen.cuda.reduce import Accumulator, array_shape, declare, take
+from kgen.codegen.cuda.reduce import Accumulator, array_shape, declare, rescale, take
 from kgen.codegen.cuda.text import CExpr, compute_type, conditional
 from kgen.codegen.phases import statement_axes
+from kgen.codegen.schedule import Finish
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 
@@ -106,9 +107,13 @@ class NestEmitter:
         """The variable of a value that outlives the nest, unless it is a constant of the block around."""
         ctx = self.ctx
         ctx.lines.span = let.span
+        if isinstance(let.value, Finish):
+            return  # defined at its value, see `_statement`
         if isinstance(let.value, ir.Reduce):
             if let.name not in self.accumulators:
                 self.accumulators[let.name] = declare(ctx, let)
+            elif self.accumulators[let.name].against is not None:
+                rescale(ctx, self.accumulators[let.name])
             return
         pack = self._pack(let)
         if pack is not None:
@@ -245,6 +250,8 @@ class NestEmitter:
         ctx.lines.comment(s.span)
         if not isinstance(s, ir.Let):
             self._store(s, out)
+        elif isinstance(s.value, Finish):
+            self.accumulators[s.name] = declare(ctx, s, expression(s.value.arg, ctx))
         elif isinstance(s.value, ir.Reduce):
             acc = self.accumulators[s.name]
             where = "".join(f"[{ctx.slot(a)}]" for a in acc.holder.slots)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from math import prod
 
 from kgen.codegen.cuda.context import Context, Holder
-from kgen.codegen.cuda.expr import constant, extreme
-from kgen.codegen.cuda.text import CExpr, cast, compute_type
+from kgen.codegen.cuda.expr import constant, exponential, extreme
+from kgen.codegen.cuda.text import CExpr, binary, cast, compute_type
+from kgen.codegen.online import highest
+from kgen.codegen.schedule import Partial
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL, DType
 
@@ -27,11 +29,13 @@ SHARED_LIMIT = 40 << 10  # bytes of slots at one place; beyond it they are used 
 
 @dataclass(frozen=True)
 class Accumulator:
-    """A reduction and its variable. `at`: for argmax and argmin, the variable of the position, which is the result."""
+    """A reduction and its variable. `at`: for argmax and argmin, the variable of the position, which is the result.
+    `against`: for a partial sum of exponentials in a loop, the variable of the shift that they were taken against."""
 
     reduce: ir.Reduce
     holder: Holder
     at: Holder | None
+    against: str | None = None
 
     @property
     def dtype(self) -> DType:
@@ -53,8 +57,8 @@ def identity(kind: str, dtype: DType) -> CExpr:
     return constant(-(1 << (dtype.bits - 1)) if low else (1 << (dtype.bits - 1)) - 1, dtype)
 
 
-def declare(ctx: Context, let: ir.Let) -> Accumulator:
-    """Define the variable of a reduction, at its identity."""
+def declare(ctx: Context, let: ir.Let, start: CExpr | None = None) -> Accumulator:
+    """Define the variable of a reduction, at its identity or at `start`."""
     e = let.value
     assert isinstance(e, ir.Reduce)
     ranked = e.kind in ("argmax", "argmin")
@@ -64,12 +68,30 @@ def declare(ctx: Context, let: ir.Let) -> Accumulator:
     name = ctx.names[let.name]
     best = Holder(ctx.names.fresh(f"{let.name}_best") if ranked else name, compute_type(dtype), slots, lanes)
     at = Holder(name, "int", slots, lanes) if ranked else None
-    start = identity(e.kind, dtype)
-    define(ctx, best, start)
+    define(ctx, best, start or identity(e.kind, dtype))
     if at is not None:
         define(ctx, at, CExpr("0x7fffffff", "int"))
     ctx.holders[let.name] = at or best
-    return Accumulator(e, best, at)
+    return Accumulator(e, best, at, _against(ctx, e, best))
+
+
+def _against(ctx: Context, e: ir.Reduce, total: Holder) -> str | None:
+    if not isinstance(e, Partial) or e.shift is None:
+        return None
+    name = ctx.names.fresh(f"{total.name}_against")
+    lowest = constant(-highest(e.dtype), e.dtype)
+    ctx.lines.add(f"{total.type} {name} = {lowest};")
+    return name
+
+
+def rescale(ctx: Context, acc: Accumulator) -> None:
+    """Lines in front of a chunk: what is summed so far is taken against the shift of this chunk."""
+    assert isinstance(acc.reduce, Partial) and acc.reduce.shift is not None  # as `against` says
+    shift = ctx.ref(acc.reduce.shift)
+    before = binary("-", CExpr(str(acc.against), acc.holder.type), shift)
+    ctx.lines.add("// what is summed so far was taken against a lower maximum")
+    ctx.lines.add(f"{acc.holder.name} *= {exponential(before, acc.dtype, ctx)};")
+    ctx.lines.add(f"{acc.against} = {shift};")
 
 
 def define(ctx: Context, h: Holder, start: CExpr) -> None:
@@ -165,9 +187,11 @@ def _bits(ctx: Context, acc: Accumulator) -> list[_Bits]:
 
 
 def finish(ctx: Context, accumulators: list[Accumulator]) -> bool:
-    """Combine the threads' parts of the given reductions; whether that took a barrier."""
+    """Combine the threads' parts of the given reductions, the partial ones left out; whether that took a barrier."""
     slots: list[Slots] = []
     for acc in accumulators:
+        if isinstance(acc.reduce, Partial):
+            continue
         bits = _bits(ctx, acc)
         within = [_Bits(b.low, min(b.high, WARP)) for b in bits if b.low < WARP]
         if within:

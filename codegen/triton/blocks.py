@@ -7,6 +7,8 @@ extent is not, the lanes beyond it are masked.
 A flat kernel over several indices whose innermost extent is a multiple of a vector has two dimensions instead of one:
 vectors and lanes of a vector. The indices are then divided out once a vector, and the lanes are contiguous by
 construction.
+
+Partial results of a loop (`kgen.codegen.schedule.Partial`) have one dimension: the threads of the program.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 
-ROW, LANE = "<row>", "<lane>"  # not identifiers, so that no index can be called like them
+ROW, LANE, THREAD = "<row>", "<lane>", "<thread>"  # not identifiers, so that no index can be called like them
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Blocks:
             take = _chunk(scheduled, a) or extent
             size = power_of_two_above(take)
             dims.append(Dim(a.name, size, extent, ragged=extent % take != 0 or size != take))
+        if self.looped:
+            # What a thread has of a chunk, by thread (`kgen.codegen.schedule.Partial`).
+            dims.append(Dim(THREAD, scheduled.schedule.threads, scheduled.schedule.threads, ragged=False))
         self.dims = {d.key: d for d in dims}
 
     def of(self, axes: Iterable[str]) -> tuple[str, ...]:

@@ -9,17 +9,18 @@ from math import prod
 from pathlib import PurePath
 
 from kgen.codegen.abi import kernel_args
+from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
 from kgen.codegen.program import Arg, Program, Stage
-from kgen.codegen.schedule import Loop, Scheduled, Sums
+from kgen.codegen.schedule import Finish, Loop, Partial, Scheduled, Sums
 from kgen.codegen.templating import environment, render
-from kgen.codegen.triton.blocks import ROW, Blocks, Value, align, power_of_two_factor
+from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.expressions import Expressions
 from kgen.codegen.triton.identity import MaskedLanes
 from kgen.codegen.triton.index import Definition, Indices, program_indices
 from kgen.codegen.triton.intrinsics import TYPES
 from kgen.codegen.triton.memory import ArgNames, Memory
-from kgen.codegen.triton.reductions import Accumulator, masked, reduced
+from kgen.codegen.triton.reductions import Accumulator, Running, finished, masked, reduced
 from kgen.codegen.triton.reserved import HELPERS, RESERVED
 from kgen.codegen.triton.sums import PartialSum, partition, share
 from kgen.codegen.triton.text import COMPARE, Text, call, method
@@ -74,6 +75,7 @@ class _Emitter:
             self.names.fresh,
         )
         self.chunk_starts: dict[str, str] = {}  # names of the loop variables
+        self.thread_views: dict[str, str] = {}  # by text of a chunk: the name of the block by threads
         self.stored: set[str] = set()
         self.sums: dict[tuple[str, tuple[Poly, ...]], PartialSum] = {}  # by target
         self.barriers = scheduled.barriers | self._replicated()
@@ -251,6 +253,8 @@ class _Emitter:
         return [*out, *(_Line(t, s.span) for t in self.memory.store(s))]
 
     def _let(self, e: ir.Expr, lanes: MaskedLanes) -> Value:
+        if isinstance(e, Finish):  # the lanes of partial results are neutral where they are masked
+            return finished(e, self.expressions.value(e.arg))
         if isinstance(e, ir.Reduce):
             arg = self._masked_argument(e, lanes)
             return reduced(e, arg, self.blocks, self._position(e, arg.dims))
@@ -290,6 +294,11 @@ class _Emitter:
             if not (isinstance(s, ir.Let) and isinstance(e, ir.Reduce) and step.axis in e.over):
                 inside += self._statement(s, lanes)
                 continue
+            if isinstance(e, Partial):
+                running, lines = self._running(s.name, e, step, lanes)
+                before += [_Line(t, s.span) for t in running.start()]
+                inside += [*self._comment(s.span), *(_Line(t, s.span) for t in lines)]
+                continue
             acc = self._accumulator(s.name, e)
             before += [_Line(t, s.span) for t in acc.start(self.blocks)]
             inside += self._comment(s.span)
@@ -307,6 +316,30 @@ class _Emitter:
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
         ]
+
+    def _running(self, name: str, e: Partial, step: Loop, lanes: MaskedLanes) -> tuple[Running, list[str]]:
+        """A partial reduction of a loop, and the statements that take in a chunk."""
+        spelled, size = self.names[name], self.blocks.dims[step.axis].size
+        vector = min(vector_limit(self.kernel, self.variant, step.axis), size)
+        threads = min(self.blocks.dims[THREAD].size, size // vector)
+        against = None if e.shift is None else self.names.fresh(f"{spelled}_against")
+        running = Running(e, spelled, against, size // (threads * vector), threads, vector)
+        self.expressions.bound[name] = (THREAD,)
+        of: ir.Reduce = e
+        if e.shift is not None:
+            assert isinstance(e.arg, ir.Op) and isinstance(e.arg.args[0], ir.Op)  # exp(a - shift)
+            of = replace(e, kind="max", arg=e.arg.args[0].args[0])
+        text = str(self._masked_argument(of, lanes).text)
+        lines: list[str] = []
+        if text not in self.thread_views:
+            hint = f"{text}_by_thread" if text.isidentifier() else f"{spelled}_of"
+            self.thread_views[text] = self.names.fresh(hint)
+            lines.append(f"{self.thread_views[text]} = {running.view(Text(text))}  # slots, threads, lanes")
+        chunk = Text(self.thread_views[text])
+        if e.shift is None:
+            return running, [*lines, running.larger(chunk)]
+        terms = self.names.fresh(f"{spelled}_terms")
+        return running, [*lines, *running.add_exponentials(chunk, Text(self.names[e.shift]), terms)]
 
     def _accumulator(self, name: str, e: ir.Reduce) -> Accumulator:
         position = self.names.fresh(f"{name}_at") if e.kind in ("argmax", "argmin") else None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kgen.codegen.online import highest
+from kgen.codegen.schedule import Finish, Partial
 from kgen.codegen.triton.blocks import Blocks, Value, align
-from kgen.codegen.triton.intrinsics import TYPES, identity
+from kgen.codegen.triton.intrinsics import TYPES, identity, spell
 from kgen.codegen.triton.text import Text, binary, call, literal, method
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL, I32
@@ -30,6 +32,11 @@ def reduced(e: ir.Reduce, arg: Value, blocks: Blocks, position: Text | None) -> 
     elif e.kind in ("argmax", "argmin"):
         out = method(Text(f"{out}[1]"), "to", "tl.int64")
     return Value(out, dims)
+
+
+def finished(e: Finish, arg: Value) -> Value:
+    """The partial results `arg`, one a thread, folded."""
+    return Value(_fold(e, arg.text, 0, None), ())
 
 
 def _fold(e: ir.Reduce, arg: Text, axis: int, position: Text | None) -> Text:
@@ -99,6 +106,54 @@ class Accumulator:
         elif self.e.kind in ("argmax", "argmin"):
             out = method(Text(f"{out}[1]"), "to", "tl.int64")
         return Value(out, dims)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A partial reduction of a loop: for each thread what it has of all chunks so far, in the block `name`.
+
+    A thread holds `lanes` consecutive elements of a chunk at a time, `slots` times: seen as a block of
+    `[slots, threads, lanes]` it is folded along the first and last dimension without a word to other threads. For a sum
+    of exponentials `against` is the block of the shifts that its terms were taken against so far.
+    """
+
+    e: Partial
+    name: str
+    against: str | None
+    slots: int
+    threads: int
+    lanes: int
+
+    def start(self) -> list[str]:
+        """The statements before the loop."""
+        dtype = self.e.dtype
+        shape = f"[{self.threads}]"
+        out = [f"{self.name} = {call('tl.full', shape, literal(_neutral(self.e)), TYPES[dtype.name])}"]
+        if self.against is not None:
+            out.append(f"{self.against} = {call('tl.full', shape, literal(-highest(dtype)), TYPES[dtype.name])}")
+        return out
+
+    def view(self, arg: Text) -> Text:
+        """The chunk `arg` as a block of `[slots, threads, lanes]`."""
+        return call("tl.reshape", arg, f"[{self.slots}, {self.threads}, {self.lanes}]")
+
+    def larger(self, chunk: Text) -> str:
+        """The statement that takes the block `chunk` of `[slots, threads, lanes]` into a maximum."""
+        return f"{self.name} = {call(_HELPER['max'], self.name, self._folded(chunk))}"
+
+    def add_exponentials(self, chunk: Text, shift: Text, terms: str) -> list[str]:
+        """The statements that add `exp(chunk - shift)`, which is called `terms`, to the sum."""
+        dtype = self.e.dtype
+        factor = spell("exp", [Text(f"{self.against} - {shift}")], dtype, dtype)
+        return [
+            f"{terms} = {spell('exp', [Text(f'{chunk} - {shift}[None, :, None]')], dtype, dtype)}",
+            f"{self.name} *= {factor}",
+            f"{self.name} += {self._folded(Text(terms))}",
+            f"{self.against} = {shift}",
+        ]
+
+    def _folded(self, block: Text) -> Text:
+        return _fold(self.e, _fold(self.e, block, 2, None), 0, None)
 
 
 def _neutral(e: ir.Reduce) -> float | int:

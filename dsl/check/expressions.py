@@ -338,7 +338,10 @@ class Expressions:
         value = self._shared("softmax_of", value, span)
         peak = self._shared("peak", self._reduce("max", value, over, span), span)
         e = self._shared("e", self._apply("exp", (self._apply("sub", (value, peak), span),), span), span)
-        return self._apply("div", (e, self._reduce("sum", e, over, span)), span)
+        # One division a row; it costs ten times what the product does, and half a unit in the last place more.
+        one = ir.Const(1.0, value.dtype, span)
+        share = self._apply("div", (one, self._reduce("sum", e, over, span)), span)
+        return self._apply("mul", (e, share), span)
 
     def _shared(self, hint: str, value: ir.Expr, span: Span) -> ir.Expr:
         """`value` under a name of its own where it is used more than once and is not already a leaf."""
