@@ -17,6 +17,7 @@ from kgen.ops.functional import (
     softmax,
     swiglu,
 )
+from kgen.ops.linear_losses import linear_cross_entropy
 from kgen.ops.losses import cross_entropy, cross_entropy_, kept_weight
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "geglu",
     "kept_weight",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "rms_norm",
     "rope",

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from kgen.ops import functional, losses
+from kgen.ops import functional, linear_losses, losses
 from kgen.runtime.errors import ArgumentError
 
-__all__ = ["CrossEntropyLoss", "GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
+__all__ = [
+    "CrossEntropyLoss",
+    "GeGLU",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLU",
+]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -242,6 +250,66 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None,
         }  # fmt: skip
         return ", ".join(f"{k}={v!r}" for k, d in defaults.items() if (v := getattr(self, k)) != d)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """`kgen.ops.linear_cross_entropy`: of hidden states and the weight of the layer that makes logits of them.
+
+    The weight is an argument of each call, as it belongs to that layer, whose own forward is not called. The options
+    are those of the function. The state dict holds `class_weight`, where given.
+    """
+
+    class_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        class_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        accumulate: str = "auto",
+        workspace_mb: float | None = None,
+    ) -> None:
+        super().__init__()
+        name = "LinearCrossEntropyLoss"
+        losses.check_reduction(name, reduction)
+        losses.options_of(name, label_smoothing, z_loss, softcap)
+        linear_losses.check_options(name, accumulate, workspace_mb)
+        self.register_buffer("class_weight", class_weight)
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "accumulate": accumulate,
+            "workspace_mb": workspace_mb,
+        }
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        token_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """input: `[..., H]`; weight: `[V, H]`; target, token_weight: `[...]`; bias: `[V]`. A scalar, or `[...]` without
+        reduction, in f32."""
+        return linear_losses.linear_cross_entropy(
+            input, weight, target, bias, self.class_weight, token_weight=token_weight, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        """The options that are not at their defaults."""
+        defaults = {
+            "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None,
+            "accumulate": "auto", "workspace_mb": None,
+        }  # fmt: skip
+        return ", ".join(f"{k}={self.options[k]!r}" for k, d in defaults.items() if self.options[k] != d)
 
 
 def _rows(module: str, x: torch.Tensor, normalized_shape: tuple[int, ...]) -> torch.Tensor:

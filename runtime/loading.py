@@ -29,7 +29,8 @@ class KernelModule:
         self.__file__ = module.path
         self.__doc__ = module.doc
         own = {k.name: Kernel(module, k.name) for k in module.kernels}
-        self._kernels: dict[str, Any] = dict(own)
+        self._kernels = own
+        self._ops: dict[str, HostOp] = {}
         if module.ops:
             source = source_of(module)
             others: dict[str, Kernel] = {}
@@ -37,42 +38,43 @@ class KernelModule:
             def kernel(name: str, ref: host_ir.KernelRef) -> Kernel:
                 return own.get(name) or others.setdefault(name, Kernel(ref.module, ref.name))
 
-            self._kernels |= {o.name: HostOp(source, o.name, module.path, kernel) for o in module.ops}
+            self._ops = {o.name: HostOp(source, o.name, module.path, kernel) for o in module.ops}
 
     def __getitem__(self, name: str) -> Any:
         """The kernel or op called `name`. Raises KeyError listing the names there are."""
-        try:
-            return self._kernels[name]
-        except KeyError:
-            raise KeyError(self._unknown(name)) from None
+        found = self._kernels.get(name) or self._ops.get(name)
+        if found is None:
+            raise KeyError(self._unknown(name))
+        return found
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached where there is no ordinary attribute; `_kernels` is missing while unpickling.
-        kernels = self.__dict__.get("_kernels", {})
-        if name in kernels:
-            return kernels[name]
+        # Only reached where there is no ordinary attribute; the dictionaries are missing while unpickling.
+        for known in (self.__dict__.get("_kernels", {}), self.__dict__.get("_ops", {})):
+            if name in known:
+                return known[name]
         raise AttributeError(self._unknown(name))
 
     def _unknown(self, name: str) -> str:
-        names = list(self.__dict__.get("_kernels", {}))
+        names = [*self.__dict__.get("_kernels", {}), *self.__dict__.get("_ops", {})]
         close = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(names) or 'no kernels'}"
         return f"{self.__dict__.get('__file__')} has no kernel '{name}'; {hint}"
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kernels)
+        return iter((*self._kernels, *self._ops))
 
     def __len__(self) -> int:
-        return len(self._kernels)
+        return len(self._kernels) + len(self._ops)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._kernels
+        return name in self._kernels or name in self._ops
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._kernels]
+        return [*super().__dir__(), *self._kernels, *self._ops]
 
     def __repr__(self) -> str:
-        return f"<kernels {', '.join(self._kernels)} of {self.__file__}>"
+        ops = f"; ops {', '.join(self._ops)}" if self._ops else ""
+        return f"<kernels {', '.join(self._kernels)}{ops} of {self.__file__}>"
 
 
 def load(path: str | os.PathLike[str]) -> KernelModule:

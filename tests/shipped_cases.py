@@ -142,10 +142,73 @@ def cross_entropy_formula(
     return (loss * valid).where(kept, 0.0), (z * valid).where(kept, 0.0)
 
 
+def _tokens(*vectors: str, scalars: tuple[str, ...] = (), labels: bool = True, **more: Any) -> Make:
+    """What kernels of single tokens and of sums over them take: labels of `width` classes, f32 numbers a token (a class
+    for `class_weight`), and f32 tensors of one positive element."""
+
+    def make(m: int, n: int, dtype: torch.dtype, g: torch.Generator) -> Arguments:
+        made: Arguments = {}
+        if labels:
+            made["target"] = torch.randint(0, n, (m,), generator=g, device=g.device)
+            made["target"][1::7] = -100
+        for name in vectors:
+            made[name] = _randn(g, n if name == "class_weight" else m, dtype=torch.float32)
+        for name in scalars:
+            wide = torch.float64 if name == "total" else torch.float32
+            made[name] = _randn(g, dtype=wide).abs() + 0.5
+        return made | more
+
+    return make
+
+
+def _matrix(*scalars: str, name: str, dtype: torch.dtype | None = None) -> Make:
+    def make(m: int, n: int, own: torch.dtype, g: torch.Generator) -> Arguments:
+        made: Arguments = {name: _randn(g, m, n, dtype=dtype or own)}
+        return made | {s: _randn(g, dtype=torch.float32) for s in scalars}
+
+    return make
+
+
+def _kept(target: Any, class_weight: Any, token_weight: Any) -> tuple[Any, Any]:
+    """The weight of each token, without and with that of its class; 0 where the label is left out."""
+    kept = target != -100
+    a = torch.ones(target.shape, device=target.device) if token_weight is None else token_weight
+    b = a if class_weight is None else a * class_weight[target.where(kept, 0)]
+    return a.where(kept, 0.0), b.where(kept, 0.0)
+
+
+def _mass(target: Any, class_weight: Any = None, token_weight: Any = None) -> Any:
+    a, b = _kept(target, class_weight, token_weight)
+    return b.sum(), a.sum()
+
+
+def _powers(target: Any, class_weight: Any = None, token_weight: Any = None) -> Any:
+    return (_kept(target, class_weight, token_weight)[1].double() ** 4).sum()
+
+
+def _factors(target: Any, mass: Any, count: Any, token_weight: Any = None, averaged: bool = True) -> Any:
+    a = torch.ones(target.shape, device=target.device) if token_weight is None else token_weight
+    return (a / mass, a / count) if averaged else (a, a)
+
+
+def _narrow(target: Any, mass: Any, count: Any, total: Any, token_weight: Any = None, averaged: bool = True) -> Any:
+    a = torch.ones(target.shape, device=target.device) if token_weight is None else token_weight
+    a = a * 8192.0 / total**0.25
+    return (a, a * mass / count) if averaged else (a, a)
+
+
+def _weighed(losses: Any, z: Any, target: Any, token_weight: Any = None) -> Any:
+    kept = target != -100
+    a = 1.0 if token_weight is None else token_weight.where(kept, 0.0)
+    return a * losses, a * z
+
+
 _ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "smoothed": True, "capped": True}
 _NLL, _LOSS_ = ("cross_entropy.kdsl", "cross_entropy"), ("cross_entropy.kdsl", "cross_entropy_")
 _ADD, _RMS = ("add_rms_norm.kdsl", "add_rms_norm"), ("rms_norm.kdsl", "rms_norm")
 _LN, _ROPE = ("layer_norm.kdsl", "layer_norm"), ("rope.kdsl", "rope")
+_LINEAR, _MEANS = "fused_linear_cross_entropy.kdsl", ("mass", "count")
+_INNER: dict[str, Any] = {"differentiable": False}  # steps of ops, whose gradients the ops have
 # With positions several programs may read one row of a table, and its even and odd columns are read one by one.
 _TABLES = {"constant": ("cos", "sin"), "heads": True}
 
@@ -188,5 +251,39 @@ SHIPPED: tuple[Shipped, ...] = (
     Shipped(
         "cross_entropy_, all options", *_LOSS_, _classes(in_place=True, weighted=True, bad=True, **_ALL), None,
         differentiable=False,
+    ),
+    Shipped("kept_mass", _LINEAR, "kept_mass", _tokens(), _mass, **_INNER),
+    Shipped("kept_mass, weighted", _LINEAR, "kept_mass", _tokens("class_weight", "token_weight"), _mass, **_INNER),
+    Shipped("fourth_powers", _LINEAR, "fourth_powers", _tokens("class_weight", "token_weight"), _powers, **_INNER),
+    Shipped("row_factors", _LINEAR, "row_factors", _tokens("token_weight", scalars=_MEANS), _factors, **_INNER),
+    Shipped(
+        "narrow_row_factors", _LINEAR, "narrow_row_factors", _tokens("token_weight", scalars=(*_MEANS, "total")),
+        _narrow, **_INNER,
+    ),
+    Shipped(
+        "shared_factor", _LINEAR, "shared_factor", _tokens(scalars=("mass", "total"), labels=False),
+        lambda mass, total: total**0.25 / 8192.0 / mass, **_INNER,
+    ),
+    Shipped(
+        "loss_totals", _LINEAR, "loss_totals", _tokens("losses", "z", "token_weight"),
+        lambda **a: tuple(t.sum() for t in _weighed(**a)), **_INNER,
+    ),
+    Shipped(
+        "reduced_loss", _LINEAR, "reduced_loss", _tokens(scalars=("ce", "z_total", *_MEANS), labels=False),
+        lambda ce, z_total, mass, count: ce / mass + z_total / count, **_INNER,
+    ),
+    Shipped(
+        "token_losses", _LINEAR, "token_losses", _tokens("losses", "z", "token_weight"),
+        lambda **a: sum(_weighed(**a)), **_INNER,
+    ),
+    Shipped(
+        "token_scales", _LINEAR, "token_scales", _tokens("d_loss", "token_weight", labels=False),
+        lambda d_loss, token_weight: d_loss * token_weight, **_INNER,
+    ),
+    Shipped("column_totals", _LINEAR, "column_totals", _matrix(name="z"), lambda z: z.sum(0), **_INNER),
+    Shipped("times_", _LINEAR, "times_", _matrix("s", name="g"), None, **_INNER),
+    Shipped(
+        "times_both", _LINEAR, "times_both", _matrix("s", "t", name="g", dtype=torch.float32),
+        lambda g, s, t: g * (s * t), **_INNER,
     ),
 )  # fmt: skip

@@ -7,8 +7,10 @@ gradient.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +37,8 @@ from kgen.runtime.host.walk import Env, Walk
 from kgen.runtime.kernel import Kernel
 
 MAX_READY = 4096
+_serials = itertools.count()
+_by_serial: weakref.WeakValueDictionary[str, HostOp] = weakref.WeakValueDictionary()
 ACCUMULATE = ("auto", "param", "f32")
 
 
@@ -79,6 +83,7 @@ class HostOp:
         self.source = source
         self.path = path
         self.name = self.__name__ = name
+        self.serial = f"{name} {next(_serials)}"  # what torch.compile knows this object by: text is a constant
         self.__doc__ = op.doc or f"The op `{name}` of {path}."
         self.header = header(op)
         self.signature: Signature = signature_of(op.header, Diagnostics())
@@ -91,6 +96,7 @@ class HostOp:
         self._ready: dict[tuple[Any, ...], Ready] = {}
         self._programs: SingleFlight[tuple[Any, ...], ir.Program] = SingleFlight()
         self._plans: SingleFlight[tuple[Any, ...], plan.Plan] = SingleFlight()
+        _by_serial[self.serial] = self
 
     def __repr__(self) -> str:
         return f"<op {self.name} of {self.path}>"
@@ -120,11 +126,11 @@ class HostOp:
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run.
         """
         values = self._binder.bind(args, kwargs)
-        options = Options.of(self.name, workspace_mb, accumulate, chunk)
-        if torch.compiler.is_dynamo_compiling() or any(is_symbolic(values[i]) for i in self.tensor_at):
+        if torch.compiler.is_dynamo_compiling() or any(map(is_symbolic, values)):
             from kgen.runtime.host import library  # imports torch.compile's machinery
 
-            return library.call(self, values, options, backend)
+            return library.call(self, values, backend, workspace_mb, accumulate, chunk)
+        options = Options.of(self.name, workspace_mb, accumulate, chunk)
         choice = registry.requested(backend)
         wanted = self.requiring(values) if torch.is_grad_enabled() else ()
         ready = self.ready(values, wanted, choice, options)
@@ -408,6 +414,11 @@ def _kept(ctx: Any) -> list[Any]:
     for i, t in zip(ctx.saved_at, ctx.saved_tensors, strict=False):
         values[i] = t
     return values
+
+
+def by_serial(serial: str) -> HostOp:
+    """The op whose `serial` this is. Raises KeyError where it is gone."""
+    return _by_serial[serial]
 
 
 # ---- small things --------------------------------------------------------------------------------------------------

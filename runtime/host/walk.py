@@ -54,6 +54,13 @@ class Walk:
     def run(self, env: Env, *, donated: bool) -> None:
         """Take all steps. `donated`: what was saved by the forward pass may be changed and handed out."""
         env[_DONATED] = donated
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):  # the plan says what is converted
+                self._take(env)
+        else:
+            self._take(env)
+
+    def _take(self, env: Env) -> None:
         for step in self.steps:
             step(env, 0, 0)
 
