@@ -6,9 +6,9 @@ Gimelshein 2018, arXiv:1805.02867). And an exponential taken against a thread's 
 a factor that is the same for the whole thread, so that none is taken twice.
 
 `pair` rewrites such a sum into a reduction of its own, `expsum`, which needs no other; `steps_of` turns that, in a
-given schedule, into partial sums and maxima that a backend can print. A maximum is clamped to finite numbers before anything
-is taken against it: a part of a row that is all -inf adds exp(-inf - lowest) = 0, and +inf and NaN come out as they do
-from the text.
+given schedule, into partial sums and maxima that a backend can print. A maximum is clamped to finite numbers before
+anything is taken against it: a part of a row that is all -inf adds exp(-inf - lowest) = 0, and +inf and NaN come out as
+they do from the text.
 """
 
 from __future__ import annotations
