@@ -33,7 +33,7 @@ import gpu_cases as cases
 import torch
 from gpu_calls import BACKENDS, Options, Record
 from gpu_pool import Pool
-from gpu_report import HEAD, failures, listed, machine, page, table
+from gpu_report import HEAD, failures, listed, machine, not_reached, page, table
 
 from kgen.runtime.differential import answer, ask
 from kgen.runtime.injection import MUTATIONS
@@ -149,6 +149,8 @@ def main() -> int:
     sizes = [max(map(len, column)) for column in zip(HEAD, *table(records), strict=True)]
     for row in (HEAD, *table(records)):
         print("  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)))
+    for what in not_reached(records, queue, found):
+        print(f"not one call was right: {what}")
     count = Counter(r["status"] for r in records)
     print(f"{begun} of {len(queue)} tasks in {seconds:.0f} s: {dict(count)}")
     return 1 if failures(records) else 0
