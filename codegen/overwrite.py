@@ -11,22 +11,19 @@ from kgen.dsl.affine import Poly
 
 
 def barriers(kernel: ir.Kernel, digits: Mapping[str, int]) -> frozenset[str]:
-    """The `inout` tensors of `kernel`, in normal form, that need a barrier between their last load and first store.
+    """The loads of `inout` tensors of `kernel`, in normal form, that need a barrier behind them before the tensor is
+    stored to, by name.
 
     `digits` says along which thread digit each tile axis is spread (`kgen.codegen.layout.digits`). None is needed for
     a store that each thread makes of exactly the elements that it has loaded itself.
     """
+    inout = {t.name for t in kernel.tensors if t.role == "inout"}
+    stores = [s for s in kernel.body if not isinstance(s, ir.Let) and s.tensor in inout]
     return frozenset(
-        t.name
-        for t in kernel.tensors
-        if t.role == "inout"
-        and any(
-            not _same_thread(kernel, digits, load, store)
-            for load in kernel.body
-            if isinstance(load, ir.Let) and isinstance(load.value, ir.Load) and load.value.tensor == t.name
-            for store in kernel.body
-            if not isinstance(store, ir.Let) and store.tensor == t.name
-        )
+        s.name
+        for s in kernel.body
+        if isinstance(s, ir.Let) and isinstance(load := s.value, ir.Load) and load.tensor in inout
+        if any(not _same_thread(kernel, digits, s, store) for store in stores if store.tensor == load.tensor)
     )
 
 

@@ -137,8 +137,8 @@ class Scheduled:
     variant: Variant
     schedule: Schedule
     steps: tuple[Step, ...]
-    # Inout tensors whose elements are read by other threads of the program than those that overwrite them: the
-    # emitters put a barrier between the last such load and the first store.
+    # Loads of elements that other threads of the program overwrite, by name: the emitters put a barrier between them
+    # and the first store to their tensor.
     barriers: frozenset[str] = frozenset()
     # How sums over programs are spread, and the stages to launch behind this one.
     sums: Sums | None = None

@@ -182,11 +182,11 @@ def test_the_contiguous_axis_has_the_vectors() -> None:
 def test_a_barrier_where_other_threads_read_what_is_overwritten() -> None:
     k = KernelKit([tensor("x", "*M, N", "inout")], "m in M", "n in N")
     k.store("x", "m, n", k.op("neg", k.load("x", "m", "n * -1 + N - 1")))
-    assert schedule_kernel(k.kernel(), variant(k.kernel(), {"N": 64}), "cuda").barriers == {"x"}
+    assert schedule_kernel(k.kernel(), variant(k.kernel(), {"N": 64}), "cuda").barriers == {"x_mn"}
     k = KernelKit([tensor("x", "*M, N"), tensor("s", "*M", "inout", F32)], "m in M", "n in N")
     k.store("s", "m", k.op("add", k.load("s", "m"), k.reduce("sum", k.load("x", "m", "n"), "n")))
     # Every thread of the row loads s[m], one stores it.
-    assert schedule_kernel(k.kernel(), variant(k.kernel(), {"N": 64}), "cuda").barriers == {"s"}
+    assert schedule_kernel(k.kernel(), variant(k.kernel(), {"N": 64}), "cuda").barriers == {"s_m"}
 
 
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 4096, 50257, 65537]))

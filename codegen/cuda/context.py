@@ -93,7 +93,7 @@ class Context:
         self.in_range: dict[str, str] = {}  # condition of a gather: the constant that holds it
         self.pointers: dict[tuple[str, str], str] = {}
         self.constants: dict[str, tuple[str, str]] = {}  # constexpr name: (value, remark)
-        self.unsynced: set[str] = set()  # inout tensors loaded since the last barrier
+        self.unsynced: set[str] = set()  # inout tensors that a barrier has to stand before a store to
         self.shared_bytes = 0
         self.index_type = "long long" if self.variant.wide else "int"
         self._temporaries: dict[str, str] = {}

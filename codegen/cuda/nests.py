@@ -48,7 +48,7 @@ class NestEmitter:
         if not items:
             return
         stored = {s.tensor for s in items if not isinstance(s, ir.Let)}
-        if stored & ctx.scheduled.barriers & ctx.unsynced:
+        if stored & ctx.unsynced:
             ctx.barrier()
         ctx.frame = Frame(nest.space)
         conditions = indices.masks(ctx, nest.space)
@@ -83,7 +83,7 @@ class NestEmitter:
             ctx.lines.extend(inner)
         ctx.frame = Frame(frozenset())
         for s in items:
-            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.value.tensor in ctx.scheduled.barriers:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.name in ctx.scheduled.barriers:
                 ctx.unsynced.add(s.value.tensor)
 
     def _guard(self, s: ir.Stmt) -> str:

@@ -78,7 +78,7 @@ class _Emitter:
         self.thread_views: dict[str, str] = {}  # by text of a chunk: the name of the block by threads
         self.stored: set[str] = set()
         self.sums: dict[tuple[str, tuple[Poly, ...]], PartialSum] = {}  # by target
-        self.barriers = scheduled.barriers | self._replicated()
+        self.shared_loads = self._shared_loads()
         self.said: tuple[str, int] | None = None
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -247,10 +247,7 @@ class _Emitter:
         if isinstance(s, ir.Accumulate):
             total = self.sums[s.tensor, s.at]
             return [*out, _Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
-        if s.tensor in self.barriers and s.tensor not in self.stored:
-            out.append(_Line("tl.debug_barrier()  # every element is read before any is overwritten", s.span))
-        self.stored.add(s.tensor)
-        return [*out, *(_Line(t, s.span) for t in self.memory.store(s))]
+        return [*out, *self._barrier(s), *(_Line(t, s.span) for t in self.memory.store(s))]
 
     def _let(self, e: ir.Expr, lanes: MaskedLanes) -> Value:
         if isinstance(e, Finish):  # the lanes of partial results are neutral where they are masked
@@ -288,6 +285,10 @@ class _Emitter:
         inside: list[_Line] = []
         after: list[_Line] = []
         header: Span | None = None
+        for s in step.body:
+            # One barrier is enough where nothing that the loop loads is overwritten by other threads.
+            if not isinstance(s, ir.Let) and not self.shared_loads.get(s.tensor, set()) & _made(step):
+                before += self._barrier(s)
         for s in step.body:
             header = header or s.span
             e = s.value
@@ -354,17 +355,26 @@ class _Emitter:
         self.said = place
         return [_Line(f"# {_file_name(span)}:{span.line}: {text}", span)]
 
-    def _replicated(self) -> frozenset[str]:
-        """In-place tensors whose block has fewer lanes than the program has threads: then several threads load an
-        element that one of them overwrites."""
-        sizes: dict[str, int] = {}
+    def _shared_loads(self) -> dict[str, set[str]]:
+        """By in-place tensor: its loads, by name, of elements that other threads may overwrite."""
+        out: dict[str, set[str]] = {}
+        inout = {t.name for t in self.kernel.tensors if t.role == "inout"}
         for s in self.kernel.body:
-            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load):
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.value.tensor in inout:
                 lanes = prod(self.blocks.dims[k].size for k in self.blocks.of(s.value.axes))
-                sizes[s.value.tensor] = min(lanes, sizes.get(s.value.tensor, lanes))
-        threads = self.scheduled.schedule.threads
-        return frozenset(
-            t.name for t in self.kernel.tensors if t.role == "inout" and sizes.get(t.name, threads) < threads
+                # A block with fewer lanes than the program has threads is loaded by several of them.
+                if s.name in self.scheduled.barriers or lanes < self.scheduled.schedule.threads:
+                    out.setdefault(s.value.tensor, set()).add(s.name)
+        return out
+
+    def _barrier(self, s: ir.Stmt) -> list[_Line]:
+        """What has to stand before the first store to a tensor that other threads have loaded from."""
+        if isinstance(s, ir.Let) or s.tensor in self.stored:
+            return []
+        self.stored.add(s.tensor)
+        needed = s.tensor in self.shared_loads
+        return (
+            [_Line("tl.debug_barrier()  # every element is read before any is overwritten", s.span)] if needed else []
         )
 
     # -- the file ------------------------------------------------------------------------------------------------
@@ -431,6 +441,10 @@ class _Emitter:
         if sums.columns:
             blocks = f"triton.cdiv({blocks}, {self.scheduled.schedule.rows})"
         return " * ".join(t for t in (sums.dim if sums.split is not None else "", blocks) if t) or "1"
+
+
+def _made(step: Loop) -> set[str]:
+    return {s.name for s in step.body if isinstance(s, ir.Let)}
 
 
 def _used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:
