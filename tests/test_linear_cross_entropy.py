@@ -64,6 +64,7 @@ def test_values_and_gradients(backend: str, dtype: torch.dtype, reduction: str) 
         check(c, UPSTREAM[reduction], backend=backend, workspace_mb=workspace(c, chunks))
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("chunks", [1, 3, 16, 33])
 def test_any_number_of_chunks_gives_the_same(chunks: int) -> None:
     for dtype, accumulate in itertools.product((torch.float32, torch.bfloat16), ("auto", "f32")):
@@ -115,6 +116,7 @@ def test_leading_dimensions() -> None:
 # ---- what there is nothing of ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_tokens(backend: str, dtype: torch.dtype) -> None:
     c = Case(torch.zeros(0, 5, dtype=dtype), randn(7, 5).to(dtype), torch.zeros(0, dtype=torch.int64), None, {})
@@ -287,6 +289,17 @@ def test_what_does_not_fit_is_told() -> None:
 # ---- only what is asked for ------------------------------------------------------------------------------------------
 
 
+_ALLOCATING = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty_strided,  # a gradient that autograd copies
+    torch.ops.aten.zeros,
+    torch.ops.aten.clone,
+    torch.ops.aten._to_copy,
+)
+
+
 class Allocations(TorchDispatchMode):
     """The shapes of all memory that is taken."""
 
@@ -296,7 +309,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.clone, torch.ops.aten.zeros):
+        if func.overloadpacket in _ALLOCATING:
             self.shapes.append(tuple(result.shape))
         return result
 

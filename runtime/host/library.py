@@ -81,8 +81,11 @@ def _operator(
 
 @dataclass(frozen=True)
 class _Form:
-    """The operator of an op for one set of wanted gradients. `extra` are the buffers that it returns behind the
-    outputs; of those that the backward pass needs, the others are outputs."""
+    """The operator of an op for one set of wanted gradients.
+
+    Behind the outputs it returns the buffers `extra`, what the backward pass needs and is no output; `shared` are the
+    outputs, by position, that it needs.
+    """
 
     op: HostOp
     wanted: tuple[int, ...]
@@ -93,11 +96,14 @@ class _Form:
         outputs = {b for _, b in self.plan.outputs}
         return tuple(n for n in self.plan.saved if n not in outputs)
 
+    @property
+    def shared(self) -> tuple[int, ...]:
+        at = {b: k for k, (_, b) in enumerate(self.plan.outputs)}
+        return tuple(at[n] for n in self.plan.saved if n in at)
+
     def saved(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the backward pass needs among the results of the operator."""
-        names = [b for _, b in self.plan.outputs]
-        by_name = dict(zip((*names, *self.extra), results, strict=True))
-        return [by_name[n] for n in self.plan.saved]
+        """What the backward pass needs among the results of the operator: outputs, then the others."""
+        return [*(results[k] for k in self.shared), *results[len(self.plan.outputs) :]]
 
 
 def define(op: HostOp, values: Sequence[Any], wanted: tuple[int, ...]) -> str:
@@ -148,10 +154,8 @@ def _define(name: str, form: _Form) -> None:
         values, choice, options = _unpacked(arguments)
         with torch.no_grad():  # gradients are the dispatcher's business here
             ready = op.ready(values, form.wanted, choice, options)
-            outputs, saved = ready.forward(values)
-        by_name = dict(zip(form.plan.saved, saved, strict=True))
-        results = (*outputs, *(by_name[n] for n in form.extra))
-        return results[0] if count == 1 else results
+            outputs, made = ready.forward(values)
+        return outputs[0] if count == 1 else (*outputs, *made)
 
     def fake(*arguments: Any) -> Any:
         values, _, _ = _unpacked(arguments)
@@ -185,10 +189,11 @@ def _define_backward(name: str, form: _Form) -> None:
 
     def run(*arguments: Any) -> Any:
         values, choice, options = _unpacked(arguments)
-        own, made, grads = values[: len(params)], values[len(params) :][:saved], values[len(params) + saved :]
+        own, kept, grads = values[: len(params)], values[len(params) :][:saved], values[len(params) + saved :]
+        shared = len(form.shared)
         with torch.no_grad():
             ready = op.ready(own, form.wanted, choice, options)
-            found = ready.backward(own, made, grads, donated=False)
+            found = ready.backward(own, kept[:shared], kept[shared:], grads, donated=False)
         results = tuple(found[i] for i in gradients)
         return results[0] if len(results) == 1 else results
 

@@ -267,6 +267,11 @@ class Ready:
             if not isinstance(q, TensorParam) and q.dtype in DTYPES
         ]
         self._position = {q.name: i for i, q in enumerate(params)}
+        # What is saved of outputs, which are the caller's too, and what is nobody else's.
+        at = {buffer: k for k, (_, buffer) in enumerate(p.outputs)}
+        self.shared = tuple(at[n] for n in p.saved if n in at)
+        self._shared_as = tuple((p.outputs[k][1], p.outputs[k][0]) for k in self.shared)
+        self._made = tuple(n for n in p.saved if n not in at)
         self._forward = walk(p.forward)
 
     @cached_property
@@ -274,30 +279,33 @@ class Ready:
         return self._walk(self.plan.backward)
 
     def forward(self, values: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The outputs, and what the backward pass needs besides arguments."""
+        """The outputs, and what the backward pass needs besides arguments and those outputs that are `shared`."""
         env = self._given(values, [n for _, n in self._tensors])
         self._forward.run(env, donated=False)
-        outputs = [env[b].view(self._full[n]) for n, b in self.plan.outputs]
-        return outputs, [env[n] for n in self.plan.saved]
+        outputs = [_shaped(env[b], self._full[n]) for n, b in self.plan.outputs]
+        return outputs, [env[n] for n in self._made]
 
     def backward(
         self,
         values: Sequence[Any],
-        saved: Sequence[torch.Tensor],
+        shared: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
         upstream: Sequence[torch.Tensor | None],
         *,
         donated: bool,
     ) -> dict[int, torch.Tensor]:
         """The gradient of each wanted parameter. `upstream` has the gradients of all outputs, None where none came."""
         env = self._given(values, self.plan.saved_inputs)
-        env.update(zip(self.plan.saved, saved, strict=True))
+        env.update(zip(self._made, made, strict=True))
+        for (buffer, name), t in zip(self._shared_as, shared, strict=True):
+            env[buffer] = t.detach().reshape(self._flat[name])
         given = {name: g for (name, _), g in zip(self.plan.outputs, upstream, strict=True)}
         for name, buffer in self.plan.upstream:
             g = given[name]
             shape = self._flat[name]
             env[buffer] = self._zeros(buffer, shape) if g is None else g.reshape(shape)
         self._backward.run(env, donated=donated)
-        return {self._position[n]: env[b].view(self._full[n]) for n, b in self.plan.gradients}
+        return {self._position[n]: _shaped(env[b], self._full[n]) for n, b in self.plan.gradients}
 
     def _zeros(self, buffer: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, device=self.device)
@@ -312,6 +320,11 @@ class Ready:
         return env
 
 
+def _shaped(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Contiguous `t` in another shape, as a tensor of its own and no view of one: the caller may change it in place."""
+    return t if t.shape == shape else torch.ops.aten._unsafe_view(t, shape)
+
+
 def _bound(t: Any, dims: Mapping[str, int]) -> bool:
     return all(n in dims for d in t.shape for n in d.symbols)
 
@@ -324,10 +337,10 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, *values: Any) -> Any:
-        outputs, saved = ready.forward(values)
+        outputs, made = ready.forward(values)
         _keep(ctx, ready, values, outputs)
         # Not among the saved tensors: what is donated to a gradient must be nobody else's, hooks of them included.
-        ctx.made = saved
+        ctx.made = made
         return tuple(outputs)
 
     @staticmethod
@@ -336,12 +349,12 @@ class _Call(torch.autograd.Function):
         ready: Ready = ctx.ready
         if all(g is None for g in grads):
             return (None,) * (1 + len(ctx.values))
-        values = _kept(ctx)  # raises where the graph is gone
+        values, shared = _kept(ctx)  # raises where the graph is gone
         again = cast(Any, torch._C)._autograd._get_current_graph_task_keep_graph()
         made = ctx.made
         if not again:
             ctx.made = None
-        found = ready.backward(values, made, grads, donated=not again)
+        found = ready.backward(values, shared, made, grads, donated=not again)
         return (None, *(found.get(i) for i in range(len(values))))
 
 
@@ -350,8 +363,8 @@ class _TransformedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ready: Ready, *values: Any) -> Any:
-        outputs, saved = ready.forward(values)
-        return (*outputs, *saved)
+        outputs, made = ready.forward(values)
+        return (*outputs, *made)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -363,10 +376,10 @@ class _TransformedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ready: Ready = ctx.ready
-        values = _kept(ctx)
-        made = ctx.saved_tensors[len(ctx.saved_at) :]
-        flat = [*values, *made, *grads[: ready.outputs]]
-        found = cast(Any, _Backward).apply(ready, len(values), len(made), *flat)
+        values, shared = _kept(ctx)
+        made = ctx.saved_tensors[len(ctx.saved_at) + len(shared) :]
+        flat = [*values, *shared, *made, *grads[: ready.outputs]]
+        found = cast(Any, _Backward).apply(ready, len(made), *flat)
         at = {i: g for (i, _), g in zip(sorted(_positions(ready)), found, strict=True)}
         return (None, *(at.get(i) for i in range(len(values))))
 
@@ -379,8 +392,10 @@ class _Backward(torch.autograd.Function):
     """A backward section whose own gradient is refused."""
 
     @staticmethod
-    def forward(ready: Ready, values: int, made: int, *flat: Any) -> Any:
-        found = ready.backward(flat[:values], flat[values : values + made], flat[values + made :], donated=False)
+    def forward(ready: Ready, made: int, *flat: Any) -> Any:
+        sizes = (len(ready.op.signature.params), len(ready.shared), made, ready.outputs)
+        values, shared, own, grads = (flat[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes)))
+        found = ready.backward(values, shared, own, grads, donated=False)
         return tuple(found[i] for i, _ in sorted(_positions(ready)))
 
     @staticmethod
@@ -399,21 +414,22 @@ def _positions(ready: Ready) -> list[tuple[int, str]]:
 def _keep(
     ctx: Any, ready: Ready, values: Sequence[Any], outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Put on `ctx` the arguments that the backward pass reads."""
+    """Put on `ctx` the arguments and outputs that the backward pass reads."""
     needed = set(ready.plan.saved_inputs)
     ctx.ready = ready
     ctx.saved_at = [i for i, n in ready._tensors if n in needed]
-    ctx.save_for_backward(*(values[i] for i in ctx.saved_at), *made)
+    ctx.save_for_backward(*(values[i] for i in ctx.saved_at), *(outputs[k] for k in ready.shared), *made)
     ctx.values = [None if isinstance(v, torch.Tensor) else v for v in values]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
 
 
-def _kept(ctx: Any) -> list[Any]:
-    values = list(ctx.values)
-    for i, t in zip(ctx.saved_at, ctx.saved_tensors, strict=False):
+def _kept(ctx: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
+    """The arguments, those that were not saved as None, and the outputs that were saved."""
+    values, saved = list(ctx.values), ctx.saved_tensors
+    for i, t in zip(ctx.saved_at, saved, strict=False):
         values[i] = t
-    return values
+    return values, saved[len(ctx.saved_at) :][: len(ctx.ready.shared)]
 
 
 def by_serial(serial: str) -> HostOp:
