@@ -172,6 +172,7 @@ class _Kept:
         self.lets = lets
         self.taken = taken
         self.terms: dict[str, tuple[ir.Let, ir.Let]] = {}  # by maximum: the shift, the exponentials
+        self.scales: list[ir.Let] = []
         self.scaled: dict[str, tuple[ir.Expr, ir.Expr]] = {}  # by name that stands for some: the exponentials, a factor
 
     def statement(self, s: ir.Stmt) -> list[ir.Stmt]:
@@ -190,9 +191,18 @@ class _Kept:
 
     def _scaled(self, found: _Shifted, s: ir.Stmt, new: list[ir.Stmt]) -> tuple[ir.Expr, ir.Expr]:
         shift, terms = self.terms[found.top]
-        scale = ir.Let(fresh(f"{terms.name}_scale", self.taken), _exp_less(_ref(shift), found.by), s.span)
-        new.append(scale)
-        return _ref(terms), _ref(scale)
+        value = _exp_less(_ref(shift), found.by)
+        scale = self.scale(value)
+        if scale is None:
+            let = ir.Let(fresh(f"{terms.name}_scale", self.taken), value, s.span)
+            self.scales.append(let)
+            new.append(let)
+            scale = _ref(let)
+        return _ref(terms), scale
+
+    def scale(self, value: ir.Expr) -> ir.Ref | None:
+        """The factor that is `value`, if it has a name already."""
+        return next((_ref(let) for let in self.scales if ir.same(let.value, value)), None)
 
     def _expression(self, e: ir.Expr, s: ir.Stmt, new: list[ir.Stmt]) -> ir.Expr:
         product = self._product(e, s, new)
@@ -222,6 +232,7 @@ class _Unfolder:
         self.lets = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let)}
         self.taken = taken_names(kernel)
         self.parts: dict[str, _Parts] = {}  # by expsum
+        self.kept = _Kept(self.lets, self.taken)
 
     def step(self, step: Step) -> Iterator[Step]:
         """The step, and behind a loop the one that ends its maxima."""
@@ -231,6 +242,7 @@ class _Unfolder:
             yield replace(step, body=tuple(body))
             yield Straight(tuple(end))
         else:
+            self.kept = _Kept(self.lets, self.taken)
             body = step.body if isinstance(step, Loop) else self._straight(step.body, sums)
             yield replace(step, body=tuple(map(self._ended, body)))
 
@@ -254,7 +266,6 @@ class _Unfolder:
     def _straight(self, body: tuple[ir.Stmt, ...], sums: list[ir.Let]) -> list[ir.Stmt]:
         out: list[ir.Stmt] = []
         again = {found.top for s in body for e in ir.walk(s.value) if (found := self._taken_against(e)) is not None}
-        kept = _Kept(self.lets, self.taken)
         for s in body:
             total = self._sum_of(s, sums)
             if total is not None and isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce):
@@ -263,14 +274,14 @@ class _Unfolder:
                 term = _exp_less(s.value.arg, _ref(shift))
                 if s.name in again:
                     terms = ir.Let(self._fresh(f"{_base(total)}_terms"), term, total.span)
-                    kept.terms[s.name] = shift, terms
+                    self.kept.terms[s.name] = shift, terms
                     out.append(terms)
                     term = _ref(terms)
                 part = self._part(total, term, None)
                 out += [part, self._finish(s, _ref(own))]
                 self.parts[total.name] = _Parts(own, shift, part)
             elif s not in sums:
-                out += kept.statement(s)
+                out += self.kept.statement(s)
         return out
 
     def _taken_against(self, e: ir.Expr) -> _Shifted | None:
@@ -297,9 +308,9 @@ class _Unfolder:
             return s
         name, by = found
         parts = self.parts[name]
-        return self._finish(
-            replace(s, value=parts.part.value), _op("mul", _ref(parts.part), _exp_less(_ref(parts.shift), by))
-        )
+        scale = _exp_less(_ref(parts.shift), by)
+        arg = _op("mul", _ref(parts.part), self.kept.scale(scale) or scale)
+        return self._finish(replace(s, value=parts.part.value), arg)
 
     # -- the statements ------------------------------------------------------------------------------------------
     def _own(self, s: ir.Let, e: ir.Reduce) -> tuple[ir.Let, ir.Let]:
