@@ -22,9 +22,11 @@ from kgen.cli.options import (
 
 if TYPE_CHECKING:
     from kgen.dsl import ast
+    from kgen.dsl.host.ast import Op
     from kgen.runtime.ahead import Choices, Target
 
-STAGES = ("source", "ast", "ir", "training", "backward", "schedule", "cuda", "triton", "ptx", "sass")
+STAGES = ("source", "ast", "ir", "training", "backward", "schedule", "cuda", "triton", "ptx", "sass", "plan")
+_OF_OPS = ("source", "ast", "plan")
 _LEXERS = {"cuda": "cuda", "ptx": "ptx", "sass": "text"}  # the others read as Python
 # Two columns of generated code are readable from this width on.
 _WIDE = 160
@@ -55,6 +57,7 @@ def show(
         kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
         kgen show rms_norm.kdsl --stage backward --dtype bf16
         kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
+        kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan
     """
     path, name = split_kernel(file)
     stages = _stages(stage)
@@ -67,10 +70,15 @@ def show(
     if name is None and set(stages) <= {"source", "ast"}:
         texts = {s: _module_text(module, s) for s in stages}
     else:
-        declared = kernel_of(module, name)
         chosen = choices(dim, dtype, const, present, absent)
+        op = _op_of(module, name, stages)
+        declared = op.header if op is not None else kernel_of(module, name)
         refuse_unknown(chosen, [declared])
-        texts = _texts(module, declared, stages, chosen, backend, target_arch)
+        texts = (
+            _op_texts(module, op, stages, chosen)
+            if op is not None
+            else _texts(module, declared, stages, chosen, backend, target_arch)
+        )
     if as_json:
         print_json(texts)
     else:
@@ -94,6 +102,34 @@ def _module_text(module: ast.Module, stage: str) -> str:
 
         return tree_text(module)
     return Path(module.path).read_text("utf-8").rstrip("\n")
+
+
+def _op_of(module: ast.Module, name: str | None, stages: list[str]) -> Op | None:
+    """The op that is meant, if one is: by its name, or as the only one of the file where its plan is asked for."""
+    ops = {o.name: o for o in module.ops}
+    if name is None and "plan" in stages and len(ops) == 1:
+        name = next(iter(ops))
+    if name not in ops:
+        if "plan" in stages:
+            has = f"its ops: {', '.join(ops)}" if ops else f"{module.path} has none"
+            raise UsageError(f"--stage plan: only an op has a plan; {has}")
+        return None
+    other = [s for s in stages if s not in _OF_OPS]
+    if other:
+        raise UsageError(f"--stage {other[0]}: {name} is an op, whose stages are {', '.join(_OF_OPS)}")
+    return ops[name]
+
+
+def _op_texts(module: ast.Module, op: Op, stages: list[str], chosen: Choices) -> dict[str, str]:
+    from kgen.cli.ir_text import tree_text
+    from kgen.runtime.host.ahead import text
+
+    made = {
+        "source": lambda: "\n".join(op.span.source.lines[op.span.line - 1 : op.span.end_line]),
+        "ast": lambda: tree_text(op),
+        "plan": lambda: text(module, op, chosen),
+    }
+    return {stage: made[stage]() for stage in stages}
 
 
 def _texts(
