@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from host_kit import ATTEND, MLP, allocated, checked, planned, steps
 
+import kgen
 from kgen.codegen.host import plan, sizing
 from kgen.codegen.host.text import plan_text
 from kgen.dsl.check import check_module
@@ -101,6 +102,17 @@ def test_mistakes_of_sections(sections, code):
     except DslError as error:
         found = [d.code for d in error.diagnostics]
     assert code in found
+
+
+def test_imported_kernels_are_checked_with_the_op(tmp_path):
+    wrong = COPY.replace("= x[m, n]", "= z[m, n]")
+    (tmp_path / "a.kdsl").write_text(wrong + COPY.replace("copy", "other").replace("= x[m, n]", "= q[m, n]"))
+    main = tmp_path / "main.kdsl"
+    main.write_text("from a import copy\n" + HEAD + "    forward:\n        y = copy(x) @ w.T\n")
+    with pytest.raises(DslError) as caught:
+        kgen.load(main)
+    (found,) = caught.value.diagnostics
+    assert found.code == "K0201" and found.span.source.path.endswith("a.kdsl")  # and nothing of the other kernel
 
 
 def test_a_matrix_product_in_a_kernel_is_told_where_it_belongs():

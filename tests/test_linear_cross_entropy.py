@@ -33,7 +33,9 @@ def outcome(c: Case, upstream: torch.Tensor, **more: Any) -> list[torch.Tensor]:
     own = Case(given[0], given[1], c.target, given[2] if c.bias is not None else None, c.options)
     loss = call(own, **more)
     assert loss.dtype == torch.float32
-    found = torch.autograd.grad(loss, given, upstream.to(loss.dtype).expand(loss.shape))
+    up = upstream.to(loss.dtype).expand(loss.shape)
+    found = torch.autograd.grad(loss, given, up)
+    assert torch.equal(up.nan_to_num(), upstream.to(loss.dtype).expand(loss.shape).nan_to_num())
     assert all(torch.equal(a, b) for a, b in zip(given, c.floats, strict=True))  # nothing was modified
     assert [g.dtype for g in found] == [t.dtype for t in given]
     return [loss.detach(), *found]

@@ -1,16 +1,18 @@
 """The checker of host programs: from `op` items to `ir.Program`, and every mistake on the way.
 
 `check_ops` goes through every op of a file along every combination of its choices; `elaborate_op` makes the program for
-one. Both run the same code. Not checked here: that the kernels that are called are right, which is their own check.
+one. Both run the same code. Kernels of other files are checked with the ops that import them, as kernels are
+(`kgen.dsl.check`); those of the file itself are not checked here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kgen.dsl import ast
 from kgen.dsl import ir as tiles
+from kgen.dsl.check import check_module
 from kgen.dsl.check.scope import Choices
 from kgen.dsl.check.signature import Signature, TensorParam, index_poly, signature_of
 from kgen.dsl.diagnostics import Diagnostics
@@ -28,16 +30,21 @@ class Source:
 
     ops: tuple[host.Op, ...]
     kernels: Mapping[str, ir.KernelRef]
+    imported: tuple[ir.KernelRef, ...]
 
 
 def source_of(module: ast.Module) -> Source:
     """The ops of a file, with its own kernels and those that it imports."""
     own = {k.name: ir.KernelRef(module, k.name) for k in module.kernels}
-    return Source(module.ops, {**{k.name: ir.KernelRef(k.module, k.name) for k in module.imported}, **own})
+    imported = {k.name: ir.KernelRef(k.module, k.name) for k in module.imported}
+    return Source(module.ops, {**imported, **own}, tuple(imported.values()))
 
 
 def check_ops(source: Source, diagnostics: Diagnostics) -> None:
-    """Report every mistake in the ops of a file."""
+    """Report every mistake in the ops of a file, and in the kernels that it imports for them."""
+    for ref in source.imported if source.ops else ():
+        own = [b for b in ref.module.backwards if b.name == ref.name]
+        check_module(replace(ref.module, kernels=(_declared(ref),), backwards=tuple(own)), diagnostics)
     callees = _callees(source)
     names: dict[str, Span] = {n: _declared(r).name_span for n, r in source.kernels.items()}
     for op in source.ops:
