@@ -32,13 +32,12 @@ class KernelModule:
         self._kernels = own
         self._ops: dict[str, HostOp] = {}
         if module.ops:
-            source = source_of(module)
             others: dict[str, Kernel] = {}
 
             def kernel(name: str, ref: host_ir.KernelRef) -> Kernel:
                 return own.get(name) or others.setdefault(name, Kernel(ref.module, ref.name))
 
-            self._ops = {o.name: HostOp(source, o.name, module.path, kernel) for o in module.ops}
+            self._ops = {o.name: HostOp(module, o.name, kernel) for o in module.ops}
 
     def __getitem__(self, name: str) -> Any:
         """The kernel or op called `name`. Raises KeyError listing the names there are."""

@@ -155,7 +155,46 @@ def test_several_outputs_and_gradients_that_do_not_arrive() -> None:
     dx, dw = torch.autograd.grad(y.sum(), [x, w])
     assert torch.equal(dx, torch.zeros_like(x))
     close(dw, (torch.ones(4, 5).double().T @ x.double()).detach(), 4)
-    assert module.two(x.detach().bfloat16(), w.detach().bfloat16())[1].dtype == torch.float32
+    x, w = x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
+    y, s = module.two(x, w)
+    assert s.dtype == torch.float32
+    dx, dw = torch.autograd.grad(s.sum(), [x, w])
+    close(dx, x.detach().double().sum(-1, keepdim=True).expand(4, 3), 4, torch.bfloat16)
+    assert torch.equal(dw, torch.zeros_like(w))
+
+
+def test_transformations_that_do_not_reach_in() -> None:
+    x, up, down = TENSORS
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ArgumentError, match="'x' carries a tangent"):
+        MODULE.mlp(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), up, down)
+    with pytest.raises(ArgumentError, match="vmap does not reach into an op"):
+        torch.func.jacrev(lambda x: MODULE.mlp(x, up, down))(x)
+    of_x = torch.func.grad(lambda x: MODULE.mlp(x, up, down, backend="cuda").square().sum())(x)
+    own = x.clone().requires_grad_()
+    assert torch.equal(of_x, torch.autograd.grad(MODULE.mlp(own, up, down, backend="cuda").square().sum(), own)[0])
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("dispatched")
+
+    x, up, down = TENSORS
+    MODULE.mlp(x, up, down)
+    odd = torch.Tensor._make_wrapper_subclass(Other, up.shape, dtype=up.dtype)
+    with pytest.raises(ArgumentError, match="argument 'up' is a Other that has no memory of its own"):
+        MODULE.mlp(x, odd, down)
+
+
+def test_copies_and_pickles() -> None:
+    import copy
+    import pickle
+
+    op = MODULE.mlp
+    assert copy.deepcopy(op) is op and copy.copy(op) is op
+    again = pickle.loads(pickle.dumps(op))
+    assert again is not op and torch.equal(again(*TENSORS), op(*TENSORS))
 
 
 def test_what_is_refused() -> None:

@@ -209,6 +209,8 @@ def test_sums_in_their_own_dtype_and_wider():
     wide = planned(MLP, types, wanted=("up", "down"), accumulate="f32")
     assert wide.sums == () and {"d_up_sum", "d_down_sum"} <= set(allocated(wide.backward))
     assert [s.out.buffer for s in wide.backward if isinstance(s, plan.Convert)] == ["d_down", "d_up"]
+    lines = [line.strip() for line in plan_text(wide).splitlines()]
+    assert lines.index("free d_a") < lines.index("alloc d_down: bf16[H, F]") < lines.index("free d_down_sum")
     assert (
         planned(MLP, {"T": "f32"}, wanted=("up",), accumulate="f32").buffers.keys()
         == planned(MLP, {"T": "f32"}, wanted=("up",)).buffers.keys()

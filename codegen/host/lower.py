@@ -176,10 +176,13 @@ class _Lowering:
                     out += self._new(n, adds, body[i])
             out += steps
             added = {a for x in _flat([body[i]]) for a in _added(x)}
+            done = sorted(n for n in owned if last[n] == i and n not in keep)
+            # What is done with makes room for the sums in their own dtype.
+            out += [plan.Free(n) for n in done if n not in added]
             for n in sorted(added & self.held.keys()):
                 out += self._settled(n, n not in settled, last_add[n] == i)
                 settled.add(n)
-            out += [plan.Free(n) for n in sorted(owned) if last[n] == i and n not in keep]
+            out += [plan.Free(n) for n in done if n in added]
         return tuple(out)
 
     def _new(self, name: str, adds: Mapping[str, int], s: ir.Stmt) -> list[plan.Step]:

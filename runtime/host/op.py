@@ -17,19 +17,22 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from kgen.codegen.host import plan, sizing
 from kgen.codegen.host.lower import lower
 from kgen.codegen.shapes import ShapeError, bind_dims, full_shape, leading_shapes
 from kgen.codegen.torch_dtypes import TORCH
+from kgen.dsl import ast
 from kgen.dsl.check import Signature, Specialization, TensorParam, signature_of
 from kgen.dsl.diagnostics import Diagnostics, KgenError
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ir
-from kgen.dsl.host.check import Source, elaborate_op, header
+from kgen.dsl.host.check import elaborate_op, header, source_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
+from kgen.runtime.autograd import refuse_tangents
 from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
@@ -78,10 +81,12 @@ def _workspace_from_environment() -> float:
 class HostOp:
     """One op of a `.kdsl` file, callable with torch tensors: arguments as its signature has them, then options."""
 
-    def __init__(self, source: Source, name: str, path: str, kernel: Callable[[str, ir.KernelRef], Kernel]) -> None:
-        op = next(o for o in source.ops if o.name == name)
-        self.source = source
-        self.path = path
+    def __init__(self, module: ast.Module, name: str, kernel: Callable[[str, ir.KernelRef], Kernel]) -> None:
+        """The op `name` of a checked module; `kernel` makes what is called, of a name and where it is defined."""
+        op = next(o for o in module.ops if o.name == name)
+        self.module = module
+        self.source = source_of(module)
+        self.path = path = module.path
         self.name = self.__name__ = name
         self.serial = f"{name} {next(_serials)}"  # what torch.compile knows this object by: text is a constant
         self.__doc__ = op.doc or f"The op `{name}` of {path}."
@@ -106,6 +111,9 @@ class HostOp:
 
     def __deepcopy__(self, _: Any) -> HostOp:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.module, self.name)
 
     def __call__(
         self,
@@ -144,7 +152,9 @@ class HostOp:
         return results[0] if len(results) == 1 else tuple(results)
 
     def requiring(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """The parameters among `values` that ask for a gradient."""
+        """The parameters among `values` that ask for a gradient. Raises ArgumentError for one with a tangent."""
+        if forward_ad._current_level >= 0:
+            refuse_tangents(cast(Any, self), values)
         return tuple([i for i in self.tensor_at if getattr(values[i], "requires_grad", False)])
 
     def ready(self, values: Sequence[Any], wanted: tuple[int, ...], choice: str, options: Options) -> Ready:
@@ -153,7 +163,10 @@ class HostOp:
             choice,
             wanted,
             options,
-            *[(t.dtype, t.device, t.shape) if isinstance(t := values[i], torch.Tensor) else t for i in self.tensor_at],
+            *[
+                (type(t), t.dtype, t.device, t.shape) if isinstance(t := values[i], torch.Tensor) else t
+                for i in self.tensor_at
+            ],
             *[(type(v := values[i]), repr(v)) for i in self.const_at],
         )
         try:
@@ -169,7 +182,9 @@ class HostOp:
         return found
 
     def _prepare(self, values: Sequence[Any], wanted: tuple[int, ...], choice: str, options: Options) -> Ready:
-        spec, device = examine(self.signature, values, None, plain=False)
+        # torch's transformations call with tensors that have no memory, and their functions with such as have.
+        plain = not torch._C._are_functorch_transforms_active()
+        spec, device = examine(self.signature, values, None, plain=plain)
         executor = registry.resolve(choice, device)
         dims, leading = self.bind(values, spec)
         p, sizes = self.plan(spec, wanted, dims, options, executor.backend)
@@ -178,7 +193,7 @@ class HostOp:
         def walk(steps: Sequence[plan.Step]) -> Walk:
             return Walk(p, steps, dims, sizes.chunks, device, executor.backend, kernels)
 
-        return Ready(self, p, walk, dims, leading, device)
+        return Ready(self, p, walk, dims, leading, device, result_dtypes(self, spec))
 
     # -- once for each signature ---------------------------------------------------------------------------------
     def bind(self, values: Sequence[Any], spec: Specialization) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
@@ -250,8 +265,10 @@ class Ready:
         dims: Mapping[str, int],
         leading: Mapping[str, tuple[int, ...]],
         device: torch.device,
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         self.op = op
+        self._dtypes = dtypes
         self.plan = p
         self.dims = dims
         self.device = device
@@ -303,12 +320,10 @@ class Ready:
         for name, buffer in self.plan.upstream:
             g = given[name]
             shape = self._flat[name]
-            env[buffer] = self._zeros(buffer, shape) if g is None else g.reshape(shape)
+            like = {"dtype": self._dtypes[name], "device": self.device}
+            env[buffer] = torch.zeros(shape, **like) if g is None else g.reshape(shape)
         self._backward.run(env, donated=donated)
         return {self._position[n]: _shaped(env[b], self._full[n]) for n, b in self.plan.gradients}
-
-    def _zeros(self, buffer: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.zeros(shape, device=self.device)
 
     def _given(self, values: Sequence[Any], names: Sequence[str]) -> Env:
         env: Env = {name: convert(values[i]) for i, name, convert in self._scalars}
@@ -385,7 +400,7 @@ class _TransformedCall(torch.autograd.Function):
 
     @staticmethod
     def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
-        raise ArgumentError(f"{ready.op.name}: vmap does not reach into an op; pass tensors with more rows")
+        raise _no_vmap(ready)
 
 
 class _Backward(torch.autograd.Function):
@@ -405,6 +420,14 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise KgenError(f"{ctx.name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+
+    @staticmethod
+    def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
+        raise _no_vmap(ready)  # as torch.func.jacrev asks for
+
+
+def _no_vmap(ready: Ready) -> ArgumentError:
+    return ArgumentError(f"{ready.op.name}: vmap does not reach into an op; pass tensors with more rows")
 
 
 def _positions(ready: Ready) -> list[tuple[int, str]]:
@@ -430,6 +453,12 @@ def _kept(ctx: Any) -> tuple[list[Any], Sequence[torch.Tensor]]:
     for i, t in zip(ctx.saved_at, saved, strict=False):
         values[i] = t
     return values, saved[len(ctx.saved_at) :][: len(ctx.ready.shared)]
+
+
+def _unpickled(module: ast.Module, name: str) -> HostOp:
+    from kgen.runtime.loading import KernelModule  # which imports this module
+
+    return KernelModule(module)[name]
 
 
 def by_serial(serial: str) -> HostOp:
