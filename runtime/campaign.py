@@ -1,17 +1,22 @@
-"""Many calls of one kernel on several backends: what `kgen diff` does."""
+"""Many calls of one kernel, forwards or of its gradients, on several backends: what `kgen diff` does."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kgen.dsl.diagnostics import KgenError
-from kgen.runtime.cases import Trial, arguments, smaller, trials
-from kgen.runtime.differential import Answer, answer, ask, guilty
+from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.runtime.cases import Trial, question, smaller, trials, without_gradient
+from kgen.runtime.differential import Answer, Question, answer, guilty
+from kgen.runtime.gradients import answers, departs
 from kgen.runtime.kernel import Kernel
+
+# Who is to blame where a backward does not compute the derivative of its kernel.
+BY_HAND = "the backward written by hand"
 
 # Calls that making a failing trial smaller may take.
 _SHRINKS = 24
@@ -48,13 +53,20 @@ class Failure:
 
 @dataclass
 class Report:
-    """The results of one kernel. `refusals` are the messages of calls that a backend refused."""
+    """The results of one kernel in one direction: `trials` calls of the `planned` ones, fewer where time was up.
+
+    `refusals` are the messages of calls that a backend refused, `underived` says why an input has no gradient.
+    """
 
     kernel: str
+    direction: str
     tallies: dict[str, Tally]
+    planned: int = 0
     trials: int = 0
+    out_of_time: bool = False
     failures: list[Failure] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
+    underived: dict[str, str] = field(default_factory=dict)
 
 
 def examine_kernel(
@@ -62,22 +74,36 @@ def examine_kernel(
     backends: Sequence[str],
     device: torch.device,
     *,
+    direction: str = "forward",
     dtypes: tuple[str, ...] = (),
     quick: bool = False,
     seed: int = 0,
     most_failures: int = 3,
+    seconds: float | None = None,
     given: Sequence[Trial] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Run `given`, or the trials of `kgen.runtime.cases`, and make what fails smaller. Stops at `most_failures`."""
-    report = Report(kernel.name, {b: Tally() for b in backends})
+    """Run `given`, or the trials of `kgen.runtime.cases`, and make what fails smaller.
+
+    Begins no further trial after `most_failures`, or when `seconds` are over.
+    """
+    began = time.monotonic()
+    report = Report(kernel.name, direction, {b: Tally() for b in backends})
     larger = 1 << (21 if device.type == "cuda" else 16)
-    chosen = trials(kernel, dtypes=dtypes, quick=quick, seed=seed, max_elements=larger) if given is None else given
-    for trial in chosen:
+    if given is None:
+        how: dict[str, Any] = {"dtypes": dtypes, "quick": quick, "seed": seed, "max_elements": larger}
+        given = trials(kernel, direction=direction, **how)
+        if direction == "backward":
+            report.underived = {name: _short(why) for name, why in without_gradient(kernel).items()}
+    report.planned = len(given)
+    for trial in given:
+        if seconds is not None and time.monotonic() - began >= seconds:
+            report.out_of_time = True
+            break
         report.trials += 1
-        answers = run(kernel, trial, backends, device)
-        for backend, a in answers.items():
-            tally = report.tallies[backend]
+        found = run(kernel, trial, backends, device)
+        for backend, tally in report.tallies.items():
+            a = found[backend]
             if a.status == "ok":
                 tally.ok += 1
                 tally.worst = max(tally.worst, a.ratio)
@@ -86,11 +112,10 @@ def examine_kernel(
                 report.refusals.setdefault(backend, a.message)
             else:
                 tally.wrong += 1
-        if guilty(answers):
-            small, answers = shrink(kernel, trial, answers, device)
-            report.failures.append(
-                Failure(small, trial, tuple(guilty(answers)), {b: a.message for b, a in answers.items() if a.message})
-            )
+        if guilty(found):
+            small, found = shrink(kernel, trial, found, backends, device)
+            messages = {b: a.message for b, a in found.items() if a.message}
+            report.failures.append(Failure(small, trial, tuple(guilty(found)), messages))
             if len(report.failures) >= most_failures:
                 break
         progress()
@@ -98,28 +123,40 @@ def examine_kernel(
 
 
 def run(kernel: Kernel, trial: Trial, backends: Sequence[str], device: torch.device) -> dict[str, Answer]:
-    """The answer of each backend to one trial. Where the question itself cannot be put, all have `refused`."""
+    """The answer of each backend to one trial; where a backward that is written by hand is not the derivative, that of
+    `BY_HAND` too. Where the question itself cannot be put, all have `refused`."""
     try:
-        question = ask(kernel, arguments(kernel, trial, device), trial.layout)
+        asked = question(kernel, trial, device)
+        if isinstance(asked, Question):
+            return {b: answer(asked, b) for b in backends}
+        found = dict(answers(asked, backends))
+        # What is infinite or vanishes may be so in two ways.
+        if trial.values == "normal" and (problem := departs(asked)):
+            found[BY_HAND] = Answer("wrong", message=problem)
+        return found
     except KgenError as error:
         return {b: Answer("refused", message=str(error)) for b in backends}
-    return {b: answer(question, b) for b in backends}
+
+
+def _short(error: DslError) -> str:
+    first = error.diagnostics[0]
+    return f"{first.message} [{first.code}] at {first.span}"
 
 
 def shrink(
-    kernel: Kernel, trial: Trial, answers: Mapping[str, Answer], device: torch.device
+    kernel: Kernel, trial: Trial, found: Mapping[str, Answer], backends: Sequence[str], device: torch.device
 ) -> tuple[Trial, dict[str, Answer]]:
     """A smaller trial on which the same backends fail, and their answers to it."""
-    bad = [b for b, a in answers.items() if a.status in ("wrong", "crashed")]
-    best, found = trial, dict(answers)
+    bad = [b for b, a in found.items() if a.status in ("wrong", "crashed")]
+    best, found = trial, dict(found)
     left = _SHRINKS
     again = True
     while again and left > 0:
         again = False
         for candidate in smaller(kernel, best):
             left -= 1
-            now = run(kernel, candidate, list(answers), device)
-            if all(now[b].status in ("wrong", "crashed") for b in bad):
+            now = run(kernel, candidate, backends, device)
+            if all(b in now and now[b].status in ("wrong", "crashed") for b in bad):
                 best, found, again = candidate, now, True
                 break
             if left <= 0:

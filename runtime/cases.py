@@ -21,21 +21,30 @@ from kgen.dsl import ir
 from kgen.dsl.check import Specialization, TensorParam
 from kgen.dsl.diagnostics import DslError
 from kgen.dsl.dtypes import DTYPES
+from kgen.runtime.differential import Question, ask
+from kgen.runtime.gradients import GradientQuestion, ask_gradients, derivable
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.placement import LAYOUTS
 
+DIRECTIONS = ("forward", "backward")
 VALUES = ("normal", "special", "large", "small", "zeros")
 
 # One element; around a vector, a warp, several warps and a block of threads; primes.
 WIDTHS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 509, 512, 1000, 1023, 1024, 1025, 2049)
 QUICK_WIDTHS = (1, 3, 8, 17, 33, 64, 129, 1025)
+# Of gradients, which compile three times as much, about half as many.
+GRADIENT_WIDTHS = (1, 3, 8, 31, 32, 33, 64, 127, 129, 512, 1025)
+QUICK_GRADIENT_WIDTHS = (1, 8, 33, 129)
+# `scalar`: one element everywhere, as the gradient of a sum.
+INCOMING = (*LAYOUTS, "scalar")
 ROWS = (1, 2, 3, 4, 5, 8)
 
 
 @dataclass(frozen=True)
 class Trial:
     """One call: sizes of dimensions (a starred one is the product of its leading dimensions), a dtype for each dtype
-    variable, constants, the optional tensors that are given, a layout and a kind of values."""
+    variable, constants, the optional tensors that are given, a layout and a kind of values. Of a call that records
+    gradients, the inputs that they are `wanted` of, and the layout of the gradients that come in."""
 
     dims: Mapping[str, int]
     dtypes: Mapping[str, str]
@@ -44,10 +53,15 @@ class Trial:
     layout: str = "contiguous"
     values: str = "normal"
     seed: int = 0
+    wanted: tuple[str, ...] = ()
+    incoming: str = "contiguous"
 
     def __str__(self) -> str:
         parts = [f"{n}={v}" for n, v in (*self.dims.items(), *self.dtypes.items(), *self.consts.items())]
-        return " ".join([*parts, *(f"with {n}" for n in self.present), self.layout, self.values])
+        parts += [*(f"with {n}" for n in self.present), self.layout, self.values]
+        if self.wanted:
+            parts.append(f"gradients of {', '.join(self.wanted)} from {self.incoming}")
+        return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for `Trial.from_json`."""
@@ -56,38 +70,57 @@ class Trial:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Trial:
         """The trial that `to_json` wrote. Raises TypeError or KeyError for other data."""
-        return Trial(**{**data, "present": tuple(data["present"])})
+        return Trial(**{**data, "present": tuple(data["present"]), "wanted": tuple(data.get("wanted", ()))})
 
 
 # ---- which ---------------------------------------------------------------------------------------------------------
 
 
 def trials(
-    kernel: Kernel, *, dtypes: tuple[str, ...] = (), quick: bool = False, seed: int = 0, max_elements: int = 1 << 17
+    kernel: Kernel,
+    *,
+    direction: str = "forward",
+    dtypes: tuple[str, ...] = (),
+    quick: bool = False,
+    seed: int = 0,
+    max_elements: int = 1 << 17,
 ) -> list[Trial]:
-    """A few dozen trials of `kernel` (`quick`: about a dozen), boundary sizes first, then zero rows, layouts,
-    values.
+    """A few dozen trials of `kernel` (`quick`: about a dozen; of gradients about half as many), boundary sizes first,
+    then zero rows, layouts, values.
 
-    `dtypes` are taken in turn for every dtype variable that may stand for them. No tensor has more than `max_elements`
-    elements. Sizes fulfil the kernel's `require`s; where none that do are found the list is empty.
+    `direction` is `forward` or `backward`: calls that record the gradients of some of the inputs that have one, all of
+    them first. `dtypes` are taken in turn for every dtype variable that may stand for them. No tensor has more than
+    `max_elements` elements. Sizes fulfil the kernel's `require`s; where none that do are found, or nothing has a
+    gradient, the list is empty.
     """
     lot = random.Random(f"{kernel.name} {seed}")
+    backward = direction == "backward"
+    known: dict[Any, tuple[str, ...]] = {}
     options = list(_options(kernel))
+    if backward:
+        options = [o for o in options if derivable(kernel, kernel.specialize(o.spec))[0]]
     if not options:
         return []
     out: list[Trial] = []
 
     def add(width: int, *, layout: str = "contiguous", values: str = "normal", rows: int | None = None) -> None:
         i = len(out)
-        consts, present, names = options[i % len(options)]
-        chosen = {v: _dtype(kernel, v, dtypes, i // len(options) + k) for k, v in enumerate(names)}
-        start = Trial({}, chosen, consts, present, layout, values, seed * 1000 + i)
+        option = options[i % len(options)]
+        variables = enumerate(kernel.signature.dtype_vars)
+        # A variable that no given argument has is left to the runtime.
+        chosen = {v: _dtype(kernel, v, dtypes, i // len(options) + k) for k, v in variables}
+        start = Trial({}, chosen, option.consts, option.present, layout, values, seed * 1000 + i)
+        if backward:
+            start = _with_gradients(kernel, start, i, i // len(options), lot, known)
+            if start is None:
+                return
         found = _sized(kernel, start, width, rows, lot, max_elements)
         if found is not None and found not in out:
             out.append(found)
 
     turn = LAYOUTS[1:]
-    for k, width in enumerate(QUICK_WIDTHS if quick else WIDTHS):
+    most, few = (GRADIENT_WIDTHS, QUICK_GRADIENT_WIDTHS) if backward else (WIDTHS, QUICK_WIDTHS)
+    for k, width in enumerate(few if quick else most):
         add(width, layout="contiguous" if k % 2 == 0 else turn[k // 2 % len(turn)])
     add(33, rows=0)
     for layout in turn if not quick else turn[:2]:
@@ -97,8 +130,45 @@ def trials(
     return out
 
 
-def _options(kernel: Kernel) -> Iterator[tuple[dict[str, float | int | bool], tuple[str, ...], list[str]]]:
-    """Constants, optional tensors and dtype variables that elaborate, at most eight ways."""
+def _with_gradients(
+    kernel: Kernel, trial: Trial, turn: int, round_: int, lot: random.Random, known: dict[Any, tuple[str, ...]]
+) -> Trial | None:
+    """`trial` with inputs whose gradients are wanted, all in every second round, else one after the other and then some
+    by lot; None where no input has one."""
+    kinds = tuple(DTYPES[name].kind for name in trial.dtypes.values())
+    key = (tuple(trial.consts.items()), trial.present, kinds)
+    if key not in known:
+        known[key] = derivable(kernel, specialization(kernel, trial))[0]
+    inputs = known[key]
+    if not inputs:
+        return None
+    wanted = inputs
+    if round_ % 2:
+        some = lot.sample(inputs, lot.randint(1, len(inputs)))
+        alone = inputs[round_ // 2 : round_ // 2 + 1]
+        wanted = alone or tuple(name for name in inputs if name in some)
+    return replace(trial, wanted=wanted, incoming=INCOMING[turn % len(INCOMING)])
+
+
+def without_gradient(kernel: Kernel) -> dict[str, DslError]:
+    """The floating-point inputs of `kernel` whose gradient some way of calling it does not have, and why not."""
+    out: dict[str, DslError] = {}
+    for option in _options(kernel):
+        out = {**derivable(kernel, kernel.specialize(option.spec))[1], **out}
+    return out
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Constants and optional tensors that go together."""
+
+    consts: dict[str, float | int | bool]
+    present: tuple[str, ...]
+    spec: Specialization
+
+
+def _options(kernel: Kernel) -> Iterator[_Option]:
+    """Constants and optional tensors that elaborate, at most eight ways."""
     signature = kernel.signature
     consts = [s for s in signature.scalars if s.const]
     optional = [t.name for t in signature.tensors if t.optional]
@@ -121,8 +191,7 @@ def _options(kernel: Kernel) -> Iterator[tuple[dict[str, float | int | bool], tu
         except DslError:  # a combination that the kernel does not allow
             continue
         count += 1
-        # A variable that no given argument has is left to the runtime.
-        yield given, present, list(signature.dtype_vars)
+        yield _Option(given, present, spec)
         if count == 8:
             return
 
@@ -247,6 +316,19 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, values: str, largest: in
     return t
 
 
+def question(kernel: Kernel, trial: Trial, device: torch.device) -> Question | GradientQuestion:
+    """What `trial` asks of a backend. Raises KgenError where its arguments do not fit the kernel."""
+    given = arguments(kernel, trial, device)
+    if not trial.wanted:
+        return ask(kernel, given, trial.layout)
+
+    def incoming(shape: tuple[int, ...], dtype: torch.dtype, at: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(trial.seed + 70 + at)
+        return _tensor(shape, dtype, trial.values, 1, g).to(device)
+
+    return ask_gradients(kernel, given, trial.wanted, incoming, layout=trial.layout, incoming_layout=trial.incoming)
+
+
 # ---- smaller -------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +340,11 @@ def smaller(kernel: Kernel, trial: Trial) -> Iterator[Trial]:
                 candidate = replace(trial, dims={**trial.dims, name: less})
                 if fits(kernel, candidate):
                     yield candidate
+    for name in trial.wanted if len(trial.wanted) > 1 else ():
+        yield replace(trial, wanted=tuple(n for n in trial.wanted if n != name))
     if trial.layout != "contiguous":
         yield replace(trial, layout="contiguous")
+    if trial.incoming != "contiguous":
+        yield replace(trial, incoming="contiguous")
     if trial.values != "normal":
         yield replace(trial, values="normal")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kgen.codegen.program import Program
+from kgen.codegen.schedule import Scheduled
 
 
 @dataclass(frozen=True)
@@ -96,35 +97,69 @@ MUTATIONS: dict[str, Mutation] = {
         "a barrier is missing",
         {"cuda": ((r"^\s*__syncthreads\(\);\n", "", 0),)},
     ),
+    "rows": Mutation(
+        "rows past the last one enter a sum over programs",
+        {
+            "cuda": ((r"if \(live\) (?=\w[^\n]* \+= )", "", 0),),
+            "triton": ((rf"\+= tl\.where\({_MASK}, (.+), 0\)$", r"+= \1", 0),),
+        },
+    ),
+    "partial": Mutation(
+        "the first partial sum is left out where those of programs are added up",
+        {
+            "cuda": ((r"int split = 0; split < SPLITS;", "int split = 1; split < SPLITS;", 0),),
+            "triton": ((r"for split in range\(SPLITS\)", "for split in range(1, SPLITS)", 0),),
+        },
+    ),
 }
 
 
 @dataclass
 class Injected:
-    """How many generated programs were changed, by backend."""
+    """By backend, how many generated programs were changed, and the most launches that one program had."""
 
     programs: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
 
 
 @contextmanager
-def injected(name: str) -> Iterator[Injected]:
+def injected(name: str, *, kernel: str | None = None, launch: int | None = None) -> Iterator[Injected]:
     """Inside, every program generated in this process has mutation `name` where it has what that changes.
 
+    `kernel` limits it to kernels of that name, `launch` to one launch of a kernel that is several (counted from 0).
     Compiled kernels that exist already are not touched: load files anew. Not for use by several threads.
     """
     # By name: the packages have a function `emit` that hides the module of that name.
     places = {b: [importlib.import_module(f"kgen.codegen.{b}{m}") for m in ("", ".emit")] for b in ("cuda", "triton")}
     mutation, done = MUTATIONS[name], Injected()
+    inside = False
+
+    def changed(backend: str, program: Program) -> Program:
+        source = program.source
+        for pattern, new, count in mutation.edits.get(backend, ()):
+            source = re.sub(pattern, new, source, count=count, flags=re.MULTILINE)
+        if source != program.source:
+            done.programs[backend] = done.programs.get(backend, 0) + 1
+        return replace(program, source=source, then=())
 
     def wrap(backend: str, emit: Any) -> Any:
-        def mutated(*args: Any, **kwargs: Any) -> Program:
-            program = emit(*args, **kwargs)
-            source = program.source
-            for pattern, new, count in mutation.edits.get(backend, ()):
-                source = re.sub(pattern, new, source, count=count, flags=re.MULTILINE)
-            if source != program.source:
-                done.programs[backend] = done.programs.get(backend, 0) + 1
-            return replace(program, source=source)
+        def mutated(scheduled: Scheduled) -> Program:
+            nonlocal inside
+            if inside:  # a launch of the kernel being emitted: it is changed with the others
+                return emit(scheduled)
+            inside = True
+            try:
+                program = emit(scheduled)
+            finally:
+                inside = False
+            if kernel is not None and scheduled.kernel.name != kernel:
+                return program
+            done.launches[backend] = max(done.launches.get(backend, 0), len(program.launches))
+            first, *rest = [
+                changed(backend, p) if launch in (None, i) else replace(p, then=())
+                for i, p in enumerate(program.launches)
+            ]
+            return replace(first, then=tuple(rest))
 
         return mutated
 

@@ -18,8 +18,7 @@ from shipped_cases import rms_formula as rms_formula  # for the tests that use t
 
 import kgen
 from kgen.codegen.tolerance import compare
-from kgen.runtime import autograd
-from kgen.runtime.differential import ask
+from kgen.runtime.gradients import ask_gradients, kept
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.loading import load_packaged
 
@@ -82,18 +81,15 @@ def check(
     seeds = seeds_for(tuple(carrying))
     found = dict(zip(floats, torch.autograd.grad(carrying, [given[n] for n in floats], seeds), strict=True))
 
-    values = kernel._binder.bind((), given)
-    t = autograd.training(kernel, values, autograd.requiring(kernel, values))
+    at = iter(seeds)
+    asked = ask_gradients(kernel, arguments, floats, lambda *_: next(at))
+    t = asked.training
     with torch.no_grad():
-        made = as_tuple(t.forward(*(values[i] for i in t.inputs), backend=backend))
+        made = as_tuple(t.forward(*(asked.given[p.name] for p in t.forward.signature.params), backend=backend))
     for mine, again in zip(results, made, strict=False):
         assert torch.allclose(mine, again, rtol=0.0, atol=0.0, equal_nan=True)
-    names = [o.name for o in t.forward.signature.outputs]
-    known = arguments | dict(zip(names, made, strict=True))
-    at = iter(seeds)
-    known |= {f"d_{n}": next(at) for n, r in zip(names, results, strict=False) if r.requires_grad}
-    known = {p.name: known[p.name] for p in t.backward.signature.params if p.name in known}
-    question = ask(t.backward, known)
+    names = (o.name for o in t.forward.signature.outputs)
+    question = asked.backward(kept(t.derived, dict(zip(names, made, strict=True))))
     for name, g in found.items():
         own = t.derived.gradients[name]
         assert compare(g, question.expected[own], question.bound[own]).ok, name

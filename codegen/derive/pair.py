@@ -43,6 +43,11 @@ class Derived:
         return self.backward.span.source.text
 
 
+def backward_name(kernel: str) -> str:
+    """What the backward kernel of `kernel` is called."""
+    return f"{kernel}_backward"
+
+
 def assembled(
     kernel: ir.Kernel,
     given: Iterable[ir.Tensor],
@@ -63,7 +68,7 @@ def assembled(
     scalars = {e.name for s in body for e in ir.walk(s.value) if isinstance(e, ir.Scalar)}
     made = replace(
         kernel,
-        name=f"{kernel.name}_backward",
+        name=backward_name(kernel.name),
         doc="",
         tensors=tuple(required(tensors)),
         scalars=tuple(s for s in kernel.scalars if s.name in scalars),

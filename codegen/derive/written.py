@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kgen.codegen.derive import derive
+from kgen.codegen.derive import derive, differentiable
 from kgen.codegen.derive.codes import DeriveError, error
 from kgen.codegen.derive.pair import Derived, assembled, checked, required
 from kgen.dsl import ast, ir
@@ -52,6 +52,28 @@ def gradients_of(module: ast.Module, kernel: ir.Kernel, wanted: frozenset[str]) 
     except DeriveError as failure:
         note = f"the backward at {found.backward.kernel.name_span} is for other calls: here {found.own}"
         raise DeriveError([replace(d, notes=(*d.notes, note)) for d in failure.diagnostics]) from None
+
+
+def underivable(module: ast.Module, kernel: ir.Kernel) -> dict[str, DeriveError]:
+    """For each floating-point input of `kernel`, one of `module`, that has no gradient, why not.
+
+    Each of the others has one, if it is asked for alone."""
+    floats = differentiable(kernel)
+    why: dict[str, DeriveError] = {}
+    if not floats:
+        return why
+    try:
+        gradients_of(module, kernel, floats)
+        return why
+    except DeriveError:
+        pass
+    for t in kernel.tensors:
+        if t.name in floats:
+            try:
+                gradients_of(module, kernel, frozenset({t.name}))
+            except DeriveError as failure:
+                why[t.name] = failure
+    return why
 
 
 def written(kernel: ir.Kernel, backward: Backward, own: ir.Kernel, wanted: frozenset[str]) -> Derived:

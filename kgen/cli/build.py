@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kgen.cli.app import UsageError, err, out, print_json
-from kgen.cli.files import read, sources, split_kernel
+from kgen.cli.files import chosen, read, selected
 from kgen.cli.options import (
     ConstOption,
     DimOption,
@@ -64,23 +64,18 @@ def build(
     if backend not in (*BACKENDS, "both"):
         raise UsageError(f"--backend: '{backend}' is none of cuda, triton, both")
     backends = BACKENDS if backend == "both" else (backend,)
-    wanted: dict[Path, set[str] | None] = {}
-    for text in files:
-        path, kernel = split_kernel(text)
-        for p in sources([path]):
-            known = wanted.get(p, set())
-            wanted[p] = None if kernel is None or known is None else known | {kernel}
+    wanted = chosen(files)
     kernels: list[tuple[Path, LoadedModule, ast.Kernel]] = []
     for path, names in wanted.items():
         loaded = read(path)
-        kernels += [(path, loaded, k) for k in _selected(loaded.module, names)]
+        kernels += [(path, loaded, k) for k in selected(loaded.module, names)]
     if not kernels:
         raise UsageError(f"there is no kernel in {', '.join(map(str, wanted))}")
-    chosen = choices(dim, dtype, const, present, absent)
-    refuse_unknown(chosen, [k for _, _, k in kernels])
+    how = choices(dim, dtype, const, present, absent)
+    refuse_unknown(how, [k for _, _, k in kernels])
     places = _places([p for p, _, _ in kernels], folder)
     tasks = [
-        Job(m.module, k, chosen, places[path], backends, tuple(archs), m.content_hash, allow_spills)
+        Job(m.module, k, how, places[path], backends, tuple(archs), m.content_hash, allow_spills)
         for path, m, k in kernels
     ]
     manifests = _with_progress(tasks, jobs, quiet=as_json)
@@ -90,14 +85,6 @@ def build(
     for place, manifest in manifests.items():
         for name, entry in manifest["kernels"].items():
             _summary(place, name, entry)
-
-
-def _selected(module: ast.Module, names: set[str] | None) -> list[ast.Kernel]:
-    if names is None:
-        return list(module.kernels)
-    from kgen.cli.files import kernel_of
-
-    return [kernel_of(module, name) for name in sorted(names)]
 
 
 def _places(paths: list[Path], folder: Path) -> dict[Path, Path]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
-from kgen.cli.files import existing, read, sources
+from kgen.cli.files import chosen, existing, read, selected
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +21,24 @@ if TYPE_CHECKING:
     from kgen.runtime.kernel import Kernel
 
 
+# A file, a kernel in it, `forward` or `backward`.
+Job = tuple[Path, str, str]
+
+
 def diff(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Files, or folders with .kdsl files below them.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="FILE[:KERNEL]|FOLDER...", help="What to examine.", show_default=False),
     ] = None,
     kernel: Annotated[list[str] | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel.")] = None,
     backends: Annotated[str, typer.Option(help="Backends to test, separated by commas.")] = "cuda,triton,reference",
     dtype: Annotated[str, typer.Option(help="Dtypes for the dtype variables; default: f32, bf16, f16 in turn.")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda where there is a GPU. Default: cuda if there is one.")] = "",
+    direction: Annotated[str, typer.Option(help="forward, backward (gradients) or both.")] = "both",
     quick: Annotated[bool, typer.Option("--quick", help="A third of the calls.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Time for all calls, shared by kernels and directions.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Another seed makes other calls.")] = 0,
     inject: Annotated[
         str,
@@ -40,17 +52,19 @@ def diff(
 ) -> None:
     """Hold every backend against the float64 interpreter, under an error bound derived for each kernel and its inputs.
 
-    Boundary sizes come first, then zero rows, strided, expanded and misaligned tensors, NaN and infinities. Without a
-    GPU the generated CUDA runs on the host executor and the generated Triton in an interpreter. What fails is made
-    smaller and saved, and the backend to blame is named.
+    Outputs, and the gradients of every input that has one, derived or written by hand: all of them and some, for
+    incoming gradients of every layout. Boundary sizes come first, then zero rows, strided, expanded and misaligned
+    tensors, NaN and infinities. Without a GPU the generated CUDA runs on the host executor and the generated Triton in
+    an interpreter. What fails is made smaller and saved, and the backend to blame is named.
 
     Examples:
         kgen diff ops/
-        kgen diff rms_norm.kdsl --kernel rms_norm --quick --dtype bf16
+        kgen diff swiglu.kdsl:geglu --quick --dtype bf16
+        kgen diff ops/ --direction backward --seconds 600
         kgen diff softmax.kdsl --inject identity
         kgen diff --replay kgen-diff/softmax.json
     """
-    from kgen.runtime.cases import Trial
+    from kgen.runtime.cases import DIRECTIONS
     from kgen.runtime.injection import MUTATIONS
 
     if inject == "list":
@@ -63,22 +77,25 @@ def diff(
     names = _backends(backends, where)
     wanted = tuple(d.strip() for d in dtype.split(",") if d.strip())
     _check_dtypes(wanted)
-    given: list[Trial] | None = None
-    chosen: list[tuple[Path, str]]
+    if direction not in (*DIRECTIONS, "both"):
+        raise UsageError(f"--direction {direction}: it is {', '.join(DIRECTIONS)} or both")
+    how: dict[str, Any] = {"dtypes": wanted, "quick": quick, "seed": seed}
     if replay is not None:
         if files:
             raise UsageError("--replay names the file itself; give no other")
         path, name, trial = _saved(replay)
-        chosen, given = [(path, name)], [trial]
+        jobs = [(path, name, "backward" if trial.wanted else "forward")]
+        how["given"] = [trial]
     else:
-        chosen = _kernels(files or [], kernel)
+        directions = DIRECTIONS if direction == "both" else (direction,)
+        jobs = [(path, name, d) for path, name in _kernels(files or [], kernel) for d in directions]
     if inject:
-        _inject(chosen, inject, [n for n in names if n in MUTATIONS[inject].edits], where, wanted, quick, seed, as_json)
+        _inject(jobs, inject, [n for n in names if n in MUTATIONS[inject].edits], where, how, seconds, as_json)
         return
-    reports = _run(chosen, names, where, {"dtypes": wanted, "quick": quick, "seed": seed, "given": given}, as_json)
+    reports = _run(jobs, names, where, how, seconds, as_json)
     saved = _save(reports, save) if replay is None else {}
     if as_json:
-        print_json([_plain(path, report, saved.get((path, report.kernel))) for path, report in reports])
+        print_json([_plain(path, r, saved.get((path, r.kernel, r.direction))) for path, r in reports])
     else:
         _print(reports, saved)
     if any(report.failures for _, report in reports):
@@ -126,10 +143,10 @@ def _check_dtypes(names: tuple[str, ...]) -> None:
             raise UsageError(f"--dtype: there is no dtype '{name}'; they are {', '.join(DTYPES)}")
 
 
-def _kernels(files: list[Path], only: list[str] | None) -> list[tuple[Path, str]]:
+def _kernels(files: list[str], only: list[str] | None) -> list[tuple[Path, str]]:
     if not files:
         raise UsageError("name a .kdsl file or a folder with some")
-    found = [(path, k.name) for path in sources(files) for k in read(path).module.kernels]
+    found = [(path, k.name) for path, names in chosen(files).items() for k in selected(read(path).module, names)]
     if only:
         missing = set(only) - {name for _, name in found}
         if missing:
@@ -165,8 +182,9 @@ def _load(path: Path, name: str) -> Kernel:
 
 
 def _run(
-    chosen: list[tuple[Path, str]], names: list[str], device: torch.device, how: dict[str, Any], quiet: bool
+    jobs: list[Job], names: list[str], device: torch.device, how: dict[str, Any], seconds: float | None, quiet: bool
 ) -> list[tuple[Path, Report]]:
+    """A report for each job. Of `seconds` each has an equal share of what those before it left."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from kgen.runtime.campaign import examine_kernel
@@ -179,8 +197,9 @@ def _run(
         TextColumn("{task.fields[calls]} calls"),
     )
     console = err()
+    ends = None if seconds is None else time.monotonic() + seconds
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(chosen), calls=0)
+        task = bar.add_task("", total=len(jobs), calls=0)
         calls = 0
 
         def step() -> None:
@@ -188,44 +207,55 @@ def _run(
             calls += 1
             bar.update(task, calls=calls)
 
-        for path, name in chosen:
-            bar.update(task, description=name)
-            reports.append((path, examine_kernel(_load(path, name), names, device, progress=step, **how)))
+        for i, (path, name, direction) in enumerate(jobs):
+            bar.update(task, description=f"{name}, {direction}")
+            share = None if ends is None else max(0.0, ends - time.monotonic()) / (len(jobs) - i)
+            options = {**how, "direction": direction, "seconds": share, "progress": step}
+            reports.append((path, examine_kernel(_load(path, name), names, device, **options)))
             bar.advance(task)
     return reports
 
 
 def _inject(
-    chosen: list[tuple[Path, str]],
+    jobs: list[Job],
     mistake: str,
     names: list[str],
     device: torch.device,
-    dtypes: tuple[str, ...],
-    quick: bool,
-    seed: int,
+    how: dict[str, Any],
+    seconds: float | None,
     as_json: bool,
 ) -> None:
-    """Run with a mistake in the generated source of one backend at a time, and tell where it was not found."""
+    """Run with a mistake in the generated source of one backend and one launch at a time, of gradients in the backward
+    kernel alone, and tell where it was not found. `seconds` are for each of them."""
+    from kgen.codegen.derive.pair import backward_name
     from kgen.runtime.injection import MUTATIONS, injected
 
     if not names:
         raise UsageError(f"--inject {mistake} is for {', '.join(MUTATIONS[mistake].edits)}, and none of them is tested")
-    results = []
-    for backend in names:
-        for path, name in chosen:
-            with injected(mistake) as done:
-                how = {"dtypes": dtypes, "quick": quick, "seed": seed, "given": None, "most_failures": 1}
-                ((_, report),) = _run([(path, name)], [backend], device, how, True)
+    results: list[dict[str, Any]] = []
+    for backend, (path, name, direction) in itertools.product(names, jobs):
+        launch, launches = 0, 1
+        while launch < launches:
+            kernel = backward_name(name) if direction == "backward" else None
+            with injected(mistake, kernel=kernel, launch=launch) as done:
+                once = {**how, "most_failures": 1}
+                ((_, report),) = _run([(path, name, direction)], [backend], device, once, seconds, True)
+            launches = done.launches.get(backend, 0)
             changed = done.programs.get(backend, 0)
             state = "not there" if not changed else "found" if report.failures else "not found"
             first = report.failures[0].messages.get(backend, "") if report.failures else ""
-            results.append({"kernel": name, "backend": backend, "mistake": mistake, "result": state, "by": first})
+            results.append({
+                "kernel": name, "direction": direction, "backend": backend, "launch": launch + 1, "mistake": mistake,
+                "result": state, "by": first,
+            })  # fmt: skip
+            launch += 1
     if as_json:
         print_json(results)
     else:
         for r in results:
             by = f": {r['by'][:160]}" if r["by"] else ""
-            out().print(f"{r['kernel']}, {r['backend']}: {r['result']}{by}", markup=False)
+            which = f", launch {r['launch']}" if r["launch"] > 1 else ""
+            out().print(f"{r['kernel']}, {r['direction']}, {r['backend']}{which}: {r['result']}{by}", markup=False)
         out().print(
             f"{MUTATIONS[mistake].what}: found in {sum(r['result'] == 'found' for r in results)} of "
             f"{sum(r['result'] != 'not there' for r in results)} places where it could be put"
@@ -237,17 +267,17 @@ def _inject(
 # ---- telling -------------------------------------------------------------------------------------------------------
 
 
-def _save(reports: list[tuple[Path, Report]], folder: Path) -> dict[tuple[Path, str], Path]:
+def _save(reports: list[tuple[Path, Report]], folder: Path) -> dict[Job, Path]:
     saved = {}
     for path, report in reports:
         if not report.failures:
             continue
         first = report.failures[0]
-        file = folder / f"{report.kernel}.json"
+        file = folder / f"{report.kernel}{'' if report.direction == 'forward' else '-' + report.direction}.json"
         folder.mkdir(parents=True, exist_ok=True)
         data = {"file": str(path.resolve()), "kernel": report.kernel, **first.to_json()}
         file.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
-        saved[path, report.kernel] = file
+        saved[path, report.kernel, report.direction] = file
     return saved
 
 
@@ -255,26 +285,34 @@ def _plain(path: Path, report: Report, saved: Path | None) -> dict[str, Any]:
     return {
         "file": str(path),
         "kernel": report.kernel,
+        "direction": report.direction,
+        "planned": report.planned,
         "calls": report.trials,
+        "out of time": report.out_of_time,
         "backends": {b: vars(t) for b, t in report.tallies.items()},
         "failures": [f.to_json() for f in report.failures],
         "refusals": report.refusals,
+        "without gradient": report.underived,
         "saved": None if saved is None else str(saved),
     }
 
 
-def _print(reports: list[tuple[Path, Report]], saved: dict[tuple[Path, str], Path]) -> None:
+def _print(reports: list[tuple[Path, Report]], saved: dict[Job, Path]) -> None:
     from rich.table import Table
 
     console = out()
     table = Table(box=None, pad_edge=False)
-    for head in ("kernel", "backend", "calls", "ok", "wrong", "refused", "largest error / bound"):
-        table.add_column(head, justify="left" if head in ("kernel", "backend") else "right")
+    words = ("kernel", "direction", "backend")
+    for head in (*words, "calls", "ok", "wrong", "refused", "largest error / bound"):
+        table.add_column(head, justify="left" if head in words else "right")
     for _, report in reports:
+        if report.direction == "backward" and not report.planned:
+            continue
         for i, (backend, t) in enumerate(report.tallies.items()):
             wrong = f"[bold red]{t.wrong}[/bold red]" if t.wrong else "0"
             table.add_row(
                 report.kernel if i == 0 else "",
+                report.direction if i == 0 else "",
                 backend,
                 str(report.trials),
                 str(t.ok),
@@ -284,14 +322,25 @@ def _print(reports: list[tuple[Path, Report]], saved: dict[tuple[Path, str], Pat
             )
     console.print(table)
     for path, report in reports:
-        if not report.trials:
-            console.print(f"{report.kernel}: no sizes were found that its requirements allow", markup=False)
-        for failure in report.failures:
-            console.print(f"\n{path}: {report.kernel}: {' and '.join(failure.guilty)} wrong", markup=False)
-            console.print(f"  call: {failure.trial}", markup=False)
-            for backend, message in failure.messages.items():
-                console.print(f"  {backend}: {message[:400]}", markup=False)
-        if (path, report.kernel) in saved:
-            console.print(f"  repeat it with: kgen diff --replay {saved[path, report.kernel]}", markup=False)
-        for backend, message in report.refusals.items():
-            console.print(f"{report.kernel}, {backend} refused: {message[:300]}", markup=False)
+        for line in _remarks(path, report, saved.get((path, report.kernel, report.direction))):
+            console.print(line, markup=False)
+
+
+def _remarks(path: Path, report: Report, saved: Path | None) -> Iterator[str]:
+    """What the table does not tell of one report."""
+    if not report.planned:
+        inputs = report.direction == "backward"
+        yield f"{report.kernel}: {'no input has a gradient' if inputs else 'no sizes were found that it allows'}"
+    if report.out_of_time:
+        yield f"{report.kernel}, {report.direction}: time was up after {report.trials} of {report.planned} calls"
+    for name, why in report.underived.items():
+        yield f"{report.kernel}: no gradient of '{name}': {why}"
+    for failure in report.failures:
+        yield f"\n{path}: {report.kernel}, {report.direction}: {' and '.join(failure.guilty)} wrong"
+        yield f"  call: {failure.trial}"
+        for backend, message in failure.messages.items():
+            yield f"  {backend}: {message[:400]}"
+    if saved is not None:
+        yield f"  repeat it with: kgen diff --replay {saved}"
+    for backend, message in report.refusals.items():
+        yield f"{report.kernel}, {report.direction}, {backend} refused: {message[:300]}"

@@ -72,6 +72,25 @@ def split_kernel(text: str) -> tuple[Path, str | None]:
     return Path(text), None
 
 
+def chosen(texts: Iterable[str]) -> dict[Path, set[str] | None]:
+    """The files that `texts` name, as FILE, FILE:KERNEL or a folder, and the kernels wanted of each; None for all.
+
+    Raises UsageError for a path that is not there; whether a file has such a kernel is not looked at.
+    """
+    wanted: dict[Path, set[str] | None] = {}
+    for text in texts:
+        path, kernel = split_kernel(text)
+        for p in sources([path]):
+            known = wanted.get(p, set())
+            wanted[p] = None if kernel is None or known is None else known | {kernel}
+    return wanted
+
+
+def selected(module: ast.Module, names: set[str] | None) -> list[ast.Kernel]:
+    """The kernels called `names`, all for None. Raises UsageError for a name that is not there."""
+    return list(module.kernels) if names is None else [kernel_of(module, name) for name in sorted(names)]
+
+
 def kernel_of(module: ast.Module, name: str | None) -> ast.Kernel:
     """The kernel called `name`, or the only one of the file."""
     names = [k.name for k in module.kernels]
