@@ -318,7 +318,8 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         block = _block(kernel, {**whole, **chunks})
-        if block * held_too <= ladders.TRITON_WHOLE and _warps_hold(kernel, block):
+        limit = ladders.TRITON_WHOLE if held_too == 1 else ladders.TRITON_SUM_WHOLE
+        if block * held_too <= limit and _warps_hold(kernel, block):
             break
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
         while most > ladders.TRITON_SUM_CHUNK and not _warps_hold(kernel, most):

@@ -137,7 +137,10 @@ def flat_vector(scheduled: Scheduled) -> int:
     sizes = [
         t.dtype.itemsize
         for t, at in accesses(scheduled)
-        if variant.tensor(t.name).unit and isinstance(at[-1], Poly) and at[-1].coefficient(inner.name) == Poly.const(1)
+        if at
+        and variant.tensor(t.name).unit
+        and isinstance(at[-1], Poly)
+        and at[-1].coefficient(inner.name) == Poly.const(1)
     ]
     if not sizes:
         return 1
