@@ -98,6 +98,10 @@ def trials(
     known: dict[Any, tuple[str, ...]] = {}
     options = list(_options(kernel))
     if backward:
+        # Such outputs need out=, and then a call records nothing.
+        told = {t.dtype for t in kernel.signature.tensors if t.role != "out"}
+        if any(t.dtype in kernel.signature.dtype_vars and t.dtype not in told for t in kernel.signature.outputs):
+            return []
         options = [o for o in options if derivable(kernel, kernel.specialize(o.spec))[0]]
     if not options:
         return []
@@ -320,7 +324,7 @@ def question(kernel: Kernel, trial: Trial, device: torch.device) -> Question | G
     """What `trial` asks of a backend. Raises KgenError where its arguments do not fit the kernel."""
     given = arguments(kernel, trial, device)
     if not trial.wanted:
-        return ask(kernel, given, trial.layout)
+        return ask(kernel, given, trial.layout, body=specialization(kernel, trial))
 
     def incoming(shape: tuple[int, ...], dtype: torch.dtype, at: int) -> torch.Tensor:
         g = torch.Generator().manual_seed(trial.seed + 70 + at)

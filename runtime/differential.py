@@ -67,19 +67,22 @@ def ask(
     arguments: Mapping[str, Any],
     layout: str | Mapping[str, str] = "contiguous",
     *,
+    body: ir.Kernel | None = None,
     max_elements: int | None = None,
 ) -> Question:
     """The question that a call of `kernel` with `arguments`, its tensors laid out as `layout` says, puts to a backend.
 
-    `layout`: see `Question`.
+    `layout`: see `Question`. `body` is the tile IR of such a call, where its arguments alone do not tell the dtypes of
+    its outputs.
     `max_elements` is that of `interpret` and `error_bound`. Raises KgenError for arguments that do not fit.
     """
     values = list(kernel._binder.bind((), arguments))
     for i, p in enumerate(kernel.signature.params):
         if isinstance(p, TensorParam) and values[i] is not None:
             values[i] = place(values[i], _layout_for(p, layout)).tensor
-    spec, _ = examine(kernel.signature, values, None)
-    body = kernel.specialize(spec)
+    if body is None:
+        spec, _ = examine(kernel.signature, values, None)
+        body = kernel.specialize(spec)
     tensors, scalars = split(kernel, body, values)
     cut: dict[str, Any] = {} if max_elements is None else {"max_elements": max_elements}
     expected = interpret(body, tensors, scalars, precision="f64", **cut)

@@ -63,6 +63,10 @@ kernel double_(x: inout T[*N]):
     parallel n in N
     x[n] = x[n] * 2.0
 
+kernel either(x: f32[N]) -> (y: T[N]):
+    parallel n in N
+    y[n] = 2.0 * x[n]
+
 kernel columns(x: T[M, N]) -> (y: f32[N], z: T[M, N]):
     parallel m in M
     tile n in N
@@ -108,9 +112,11 @@ def test_trials_want_all_and_some_of_what_has_a_gradient(module: kgen.KernelModu
     assert set(without_gradient(module["mixed"])) == {"s"}
 
 
-@pytest.mark.parametrize("name", ["steps", "double_"])
+# A call of the last one needs out=, which records no gradient.
+@pytest.mark.parametrize("name", ["steps", "double_", "either"])
 def test_what_has_no_gradient_is_not_called(module: kgen.KernelModule, name: str) -> None:
-    assert trials(module[name])
+    report = examine(module[name], ("reference",), direction="forward")
+    assert report.tallies["reference"].ok == report.trials >= 10
     assert not trials(module[name], direction="backward")
     assert examine(module[name]).trials == 0
 
@@ -147,25 +153,21 @@ def test_right_gradients(module: kgen.KernelModule, name: str) -> None:
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
-# By backend, what each launch of the backward kernel of rms_norm has of each mistake: the sum of the gradient of `w`
-# over programs is added up by the second.
-THERE = {
-    "rows": {"cuda": [True, False], "triton": [True, True]},
-    "partial": {"cuda": [False, True], "triton": [False, True]},
-    "short": {"cuda": [True, True], "triton": [True, True]},
-    "identity": {"cuda": [True, True], "triton": [True, False]},
-}
+# Launches of the backward kernel of rms_norm that have what each mistake changes, whatever the schedule: the second one
+# adds up the partial sums of the gradient of `w`.
+THERE = {"rows": {0}, "partial": {1}, "short": {0, 1}, "identity": {0}}
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("mistake", THERE)
 def test_a_mistake_in_each_launch_of_a_backward_is_found(mistake: str, backend: str) -> None:
-    for launch, there in enumerate(THERE[mistake][backend]):
+    for launch in range(2):
         kernel = kgen.load(OPS / "rms_norm.kdsl")["rms_norm"]
         with injected(mistake, kernel=backward_name("rms_norm"), launch=launch) as done:
             report = examine(kernel, (backend, "reference"), most_failures=1)
         assert done.launches[backend] == 2
-        assert bool(done.programs.get(backend)) == there
+        there = bool(done.programs.get(backend))
+        assert there or launch not in THERE[mistake]
         assert [f.guilty for f in report.failures] == [(backend,)] * there
         assert all("d_w" in f.messages[backend] or "d_x" in f.messages[backend] for f in report.failures)
 
