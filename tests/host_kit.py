@@ -120,3 +120,78 @@ def steps(body: tuple[plan.Step, ...]) -> list[plan.Step]:
 def allocated(body: tuple[plan.Step, ...]) -> list[str]:
     """The buffers that steps take memory for."""
     return [s.buffer.name for s in steps(body) if isinstance(s, plan.Alloc)]
+
+
+def verify(p: plan.Plan, inputs: set[str]) -> None:
+    """Every buffer is there before it is used and holds something before it is read; what is taken is given back once,
+    or handed out; nothing that the caller owns is written."""
+    there, full = set(inputs), set(inputs)
+    _verified(p, p.forward, there, full, inputs)
+    results = {b for _, b in p.outputs}
+    assert there - inputs == results | set(p.saved) and results | set(p.saved) <= full
+    upstream = {b for _, b in p.upstream}
+    assert set(p.saved_inputs) <= inputs
+    owned = {*p.saved_inputs, *upstream}
+    there, full = {*owned, *p.saved}, {*owned, *p.saved}
+    changeable = {s.buffer for s in p.backward if isinstance(s, plan.Own)}
+    _verified(p, p.backward, there, full, {*owned, *(set(p.saved) - changeable)})
+    gradients = {b for _, b in p.gradients}
+    assert gradients <= full and gradients & set(p.saved) <= changeable
+    assert there - owned - set(p.saved) <= gradients and not gradients & owned
+
+
+def _verified(p: plan.Plan, body: tuple[plan.Step, ...], there: set[str], full: set[str], fixed: set[str]) -> None:
+    for s in body:
+        match s:
+            case plan.Alloc():
+                assert s.buffer.name not in there and p.buffers[s.buffer.name] == s.buffer
+                there.add(s.buffer.name)
+            case plan.Free():
+                assert s.buffer in there
+                there.remove(s.buffer)
+                full.discard(s.buffer)
+            case plan.Own():
+                assert s.buffer in there
+            case plan.Loop():
+                # In an empty loop, what it would have filled over the chunks is empty, or is zeroed.
+                zeroed = {z.out.buffer for z in s.empty if isinstance(z, plan.Zero)}
+                before = set(full)
+                _verified(p, s.body, there, full, fixed)
+                for b in full - before - zeroed:
+                    shape = {n for d in p.buffers[b].shape for n in d.symbols}
+                    assert {s.dim, s.chunk} & shape or not _read_later(p, body, s, b)
+            case _:
+                reads, writes = _touched(p, s)
+                assert reads <= full & there, (s, reads - full)
+                assert writes <= there and not writes & fixed, s
+                full |= writes
+
+
+def _read_later(p: plan.Plan, body: tuple[plan.Step, ...], loop: plan.Loop, buffer: str) -> bool:
+    after = steps(body[body.index(loop) + 1 :])
+    kept = {b for _, b in (*p.outputs, *p.gradients)} | set(p.saved)
+    return buffer in kept or any(
+        buffer in _touched(p, s)[0] for s in after if not isinstance(s, plan.Alloc | plan.Free | plan.Own | plan.Loop)
+    )
+
+
+def _touched(p: plan.Plan, s: plan.Step) -> tuple[set[str], set[str]]:
+    """The buffers that a step reads and writes."""
+    match s:
+        case plan.Zero():
+            return set(), {s.out.buffer}
+        case plan.Convert():
+            return {s.source.buffer}, {s.out.buffer}
+        case plan.Matmul():
+            read = {v.buffer for v in (s.left, s.right, s.plus) if v is not None}
+            return read | ({s.out.buffer} if s.accumulate and s.first is None else set()), {s.out.buffer}
+        case plan.Add():
+            read = {s.out.buffer} if s.accumulate and s.first is None else set()
+            return {s.source.buffer} | read, {s.out.buffer}
+        case plan.Launch():
+            ref = p.kernels[s.kernel]
+            declared = next(k for k in ref.module.kernels if k.name == ref.name)
+            inout = {q.name for q in declared.params if isinstance(q.type, ast.TensorType) and q.type.inout}
+            views = {n: a.buffer for n, a in s.arguments if isinstance(a, plan.View)}
+            return set(views.values()), {v.buffer for v in s.results} | {b for n, b in views.items() if n in inout}
+    return set(), set()

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
-from host_kit import ATTEND, MLP, allocated, checked, planned, steps
+from host_kit import ATTEND, MLP, allocated, checked, planned, steps, verify
 
 import kgen
 from kgen.codegen.host import plan, sizing
+from kgen.codegen.host.lower import lower
 from kgen.codegen.host.text import plan_text
+from kgen.dsl import ast
 from kgen.dsl.check import check_module
 from kgen.dsl.diagnostics import Diagnostics, DslError
+from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.format import format_module, format_source
-from kgen.dsl.host.check import check_ops, source_of
+from kgen.dsl.host.check import check_ops, elaborate_op, source_of
 from kgen.dsl.host.codes import HOST_CODES
+from kgen.dsl.host.scope import HostSpecialization
+from kgen.dsl.modules import load
 from kgen.dsl.parser import parse_text
+
+OPS = Path(__file__).resolve().parents[1] / "ops"
+GRADIENTS = ("x", "w", "bias", "up", "down")
 
 
 def mistakes(text: str) -> list[str]:
@@ -185,6 +196,18 @@ def test_a_conversion_to_the_same_dtype_is_none():
     assert mixed.saved_inputs == ("x", "w")
 
 
+def test_a_conversion_is_a_copy_where_one_of_the_two_is_changed():
+    body = "        z = copy(x)\n        a = T(z)\n        edit_({}, s)\n        y = a @ w.T\n"
+    for changed in ("z", "a"):
+        p = planned(COPY + EDIT + HEAD + "    forward:\n" + body.format(changed), {"T": "f32"})
+        (convert,) = [s for s in p.forward if isinstance(s, plan.Convert)]
+        assert (convert.out.buffer, convert.source.buffer) == ("a", "z")
+    unchanged = planned(
+        COPY + EDIT + HEAD + "    forward:\n" + body.replace("        edit_({}, s)\n", ""), {"T": "f32"}
+    )
+    assert not [s for s in unchanged.forward if isinstance(s, plan.Convert)]
+
+
 def test_memory_is_given_back_after_its_last_use():
     p = planned(ATTEND, {"T": "bf16", "W": "f32", "U": "f32"}, wanted=("x", "w"))
     text = plan_text(p).splitlines()
@@ -235,6 +258,38 @@ def test_what_was_saved_is_copied_before_it_is_changed():
     p = planned(text, {"T": "f32"}, wanted=("x",))
     assert p.backward[0] == plan.Own("g", False) and p.gradients == (("x", "g"),)
     assert not planned(text, {"T": "f32"}).saved
+
+
+def subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """All of them."""
+    return [s for n in range(len(names) + 1) for s in itertools.combinations(names, n)]
+
+
+def test_every_plan_of_every_op_keeps_its_buffers_in_order():
+    linear = load(OPS / "fused_linear_cross_entropy.kdsl").module
+    count = 0
+    for module in (parse_text(MLP), parse_text(ATTEND), linear):
+        for op in module.ops:
+            params = {p.name: p.type for p in op.params}
+            tensors = {n: t for n, t in params.items() if isinstance(t, ast.TensorType)}
+            optional = tuple(n for n, t in tensors.items() if t.optional)
+            flags = tuple(n for n, t in params.items() if isinstance(t, ast.ScalarType) and t.const)
+            for present, on, wanted in itertools.product(
+                subsets(optional), subsets(tuple(f for f in flags if f in ("narrow", "averaged"))), subsets(GRADIENTS)
+            ):
+                there = {n for n in tensors if n not in optional or n in present}
+                if not set(wanted) <= there:
+                    continue
+                consts = {f: f in on for f in flags}
+                spec = HostSpecialization(consts, frozenset(present), frozenset(wanted))
+                program = elaborate_op(source_of(module), op.name, spec)
+                for types, held in itertools.product(("f32", "bf16"), ("param", "f32", "f64")):
+                    dtypes = {t.dtype: DTYPES[types if t.dtype != "W" else "f32"] for t in tensors.values()}
+                    p = lower(program, dtypes, frozenset(wanted), held)
+                    verify(p, there)
+                    assert {n for n, _ in p.gradients} == set(wanted)
+                    count += 1
+    assert count > 1000
 
 
 DIMS = {"B": 8192, "H": 4096, "V": 128256, "F": 128256}
