@@ -16,13 +16,8 @@ import argparse
 import gc
 import json
 import os
-import signal
-import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +29,9 @@ import gpu_check
 import torch
 import torch._functorch.config as functorch_config
 from bar_items import ITEMS, Call, Item
+from timing import interleaved, within
 
-FLUSH = 1 << 30
 Record = dict[str, Any]
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after so long."""
-
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"given up after {seconds:.0f} s")
-
-    if seconds < 1:
-        raise TimeoutError("skipped, no time left")
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def ready(item: Item, backend: str) -> Call:
@@ -71,39 +48,8 @@ def ready(item: Item, backend: str) -> Call:
 
 
 def measure(runs: dict[str, Call], item: Item, device: torch.device, rounds: int) -> dict[str, Record]:
-    """Median, deciles and host time in microseconds of each of `runs`, over interleaved rounds."""
-    cuda = device.type == "cuda"
-    flush = torch.empty(FLUSH if cuda else 1, dtype=torch.uint8, device=device)
-    spans: dict[str, list[Any]] = defaultdict(list)
-    host: dict[str, list[float]] = defaultdict(list)
-    names = list(runs)
-    gc.disable()
-    for round_ in range(-3, rounds):
-        for k in range(len(names)):  # a new order each round, so that none profits from what ran before it
-            name = names[(k + round_) % len(names)]
-            item.reset()
-            flush.zero_()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
-            began = time.perf_counter()
-            if cuda:
-                events[0].record()
-            runs[name]()
-            if cuda:
-                events[1].record()
-            took = (time.perf_counter() - began) * 1e6
-            if round_ >= 0:
-                host[name].append(took)
-                spans[name].append(events)
-        if cuda:
-            torch.cuda.synchronize(device)  # or the queue fills, and the host waits
-    gc.enable()
-    out: dict[str, Record] = {}
-    for name in names:
-        times = sorted(a.elapsed_time(b) * 1e3 for a, b in spans[name]) if cuda else sorted(host[name])
-        out[name] = {
-            "median_us": statistics.median(times), "p10_us": times[len(times) // 10],
-            "p90_us": times[len(times) * 9 // 10], "host_us": statistics.median(host[name]),
-        }  # fmt: skip
+    """Times of `runs`, each also as a multiple of the copy's."""
+    out: dict[str, Record] = {**interleaved(runs, device, rounds, reset=item.reset)}
     for record in out.values():
         record["of_copy"] = record["median_us"] / out["copy"]["median_us"]
     return out
