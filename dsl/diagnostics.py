@@ -50,6 +50,10 @@ class Diagnostic:
             out.append(f"{gutter} = help: {self.help}")
         return "\n".join(out)
 
+    def brief(self) -> str:
+        """The message, code and place on one line."""
+        return f"{self.message} [{self.code}] at {self.span}"
+
 
 class DslError(KgenError):
     """The mistakes found in one source file (`.diagnostics`), rendered in order of position."""

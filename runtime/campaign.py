@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.diagnostics import KgenError
 from kgen.runtime.cases import Trial, question, smaller, trials, without_gradient
 from kgen.runtime.differential import Answer, Question, answer, guilty
 from kgen.runtime.gradients import answers, departs
@@ -94,7 +94,7 @@ def examine_kernel(
         how: dict[str, Any] = {"dtypes": dtypes, "quick": quick, "seed": seed, "max_elements": larger}
         given = trials(kernel, direction=direction, **how)
         if direction == "backward":
-            report.underived = {name: _short(why) for name, why in without_gradient(kernel).items()}
+            report.underived = {name: why.diagnostics[0].brief() for name, why in without_gradient(kernel).items()}
     report.planned = len(given)
     for trial in given:
         if seconds is not None and time.monotonic() - began >= seconds:
@@ -136,11 +136,6 @@ def run(kernel: Kernel, trial: Trial, backends: Sequence[str], device: torch.dev
         return found
     except KgenError as error:
         return {b: Answer("refused", message=str(error)) for b in backends}
-
-
-def _short(error: DslError) -> str:
-    first = error.diagnostics[0]
-    return f"{first.message} [{first.code}] at {first.span}"
 
 
 def shrink(

@@ -19,6 +19,7 @@ from kgen.cli.options import (
     choices,
     refuse_unknown,
 )
+from kgen.dsl.diagnostics import DslError
 
 if TYPE_CHECKING:
     from kgen.dsl import ast
@@ -50,7 +51,8 @@ def show(
     """Show a kernel at a stage of its compilation; several stages stand side by side where the terminal is wide enough.
 
     The stage backward is the hand-written one where the file has it for these choices. A derived one is printed as it
-    may be pasted into the file: there it is the hand-written one, to be edited.
+    may be pasted into the file: there it is the hand-written one, to be edited. Comments name the inputs that have no
+    gradient, and why.
 
     Examples:
         kgen show swiglu.kdsl:geglu --stage cuda,triton
@@ -165,25 +167,31 @@ def _texts(
 
 
 def _gradients(made: Target, stage: str) -> str:
-    """The forward kernel that also saves what the backward one needs, or that one: for every gradient there is."""
+    """The forward kernel that also saves what the backward one needs, or that one: for every gradient there is, with a
+    comment for each input of a floating-point dtype that has none. Raises DslError where none has one."""
     from kgen.codegen.derive import derive, differentiable
     from kgen.codegen.derive.paste import pasted
-    from kgen.codegen.derive.written import by_hand, written
+    from kgen.codegen.derive.written import by_hand, underivable, written
 
+    without = underivable(made.module, made.kernel)
+    wanted = differentiable(made.kernel) - without.keys()
+    if without and not wanted:
+        raise DslError({d.render(): d for why in without.values() for d in why.diagnostics}.values())
+    head = [f"# no gradient of '{name}': {why.diagnostics[0].brief()}" for name, why in without.items()]
     found = by_hand(made.module, made.kernel)
     if found is not None and not isinstance(found.own, str):
         if stage == "training":
-            gradients = differentiable(made.kernel) & found.backward.gradients.keys()
-            return written(made.kernel, found.backward, found.own, gradients).forward_text
-        own = found.backward.kernel
-        return "\n".join([f"# written by hand, at {own.span}", *_lines(own)])
-    derived = derive(made.kernel, differentiable(made.kernel), named=True)
+            text = written(made.kernel, found.backward, found.own, wanted).forward_text
+        else:
+            own = found.backward.kernel
+            text = "\n".join([f"# written by hand, at {own.span}", *_lines(own)])
+        return "\n".join([*head, text])
+    derived = derive(made.kernel, wanted, named=True)
     if stage == "training":
-        return derived.forward_text
-    text = pasted(derived, made.kernel, made.signature)
+        return "\n".join([*head, derived.forward_text])
     if found is not None:
-        text = f"# derived, as the one at {found.backward.kernel.span} is for other calls: here {found.own}\n{text}"
-    return text
+        head.insert(0, f"# derived, as the one at {found.backward.kernel.span} is for other calls: here {found.own}")
+    return "\n".join([*head, pasted(derived, made.kernel, made.signature)])
 
 
 def _lines(kernel: ast.Kernel) -> list[str]:
