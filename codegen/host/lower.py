@@ -40,6 +40,7 @@ class _Lowering:
         p = self.program
         forward, backward = self._live(p.forward, p.backward if self.gradients else ())
         self._find_aliases([*forward, *backward])
+        self._find_reduced([*forward, *backward])
         forward, backward = self._without_aliases(forward), self._without_aliases(backward)
         made = {v.tensor for s in forward for v, how in self._views(s) if how != "read"}
         used = {v.tensor for s in backward for v, _ in self._views(s)} | set(self.gradients.values())
@@ -113,6 +114,28 @@ class _Lowering:
             steady = writes.get(source.name, 0) == (source.role == "value")
             if whole and steady and writes[s.target.tensor] == 1 and s.target.tensor not in results:
                 self.alias[s.target.tensor] = s.source
+
+    def _find_reduced(self, body: Sequence[ir.Stmt]) -> None:
+        """Values that nothing uses once the ranks have reduced them: the result takes their buffer."""
+        results = {*self.program.outputs.values(), *self.gradients.values()}
+        order = [(s, loop) for s, loop in _placed(body) if not isinstance(s, ir.Loop)]
+        for at, (s, loop) in enumerate(order):
+            if not isinstance(s, ir.AllReduce) or s.target.chunks or s.target.tensor in results:
+                continue
+            source = self._seen(s.source)
+            uses = [
+                (k, inside, v, how)
+                for k, (other, inside) in enumerate(order)
+                for v, how in self._views(other)
+                if v.tensor == source.tensor
+            ]
+            own = self.program.tensors[source.tensor].role == "value" and source.tensor not in results
+            # In a loop each iteration must make the value anew, or it would reduce what is reduced.
+            _, _, first, how = uses[0]
+            fresh = loop is None or (how == "write" and not first.chunks)
+            over = all(k <= at and (loop is None or x is loop) for k, x, _, _ in uses)
+            if own and fresh and over and not source.chunks:
+                self.alias[s.target.tensor] = source
 
     def _without_aliases(self, body: Sequence[ir.Stmt]) -> tuple[ir.Stmt, ...]:
         return tuple(
@@ -214,6 +237,10 @@ class _Lowering:
             return [plan.Launch(s.kernel, arguments, tuple(self._view(r) for r in s.results))]
         if isinstance(s, ir.Convert):
             return [plan.Convert(self._view(s.target), self._view(s.source))]
+        if isinstance(s, ir.AllReduce):
+            out = self._view(s.target)
+            copy = [] if s.target.tensor in self.alias else [plan.Convert(out, self._view(s.source))]
+            return [*copy, plan.AllReduce(out, s.kind)]
         accumulate, first = False, None
         if isinstance(s, ir.Sum) or s.add:
             several = adds[s.target.tensor] > 1
@@ -237,6 +264,14 @@ def _flat(body: Sequence[ir.Stmt]) -> Iterator[ir.Stmt]:
         yield s
         if isinstance(s, ir.Loop):
             yield from _flat(s.body)
+
+
+def _placed(body: Sequence[ir.Stmt], loop: ir.Loop | None = None) -> Iterator[tuple[ir.Stmt, ir.Loop | None]]:
+    """Every statement with the loop that it stands in."""
+    for s in body:
+        yield s, loop
+        if isinstance(s, ir.Loop):
+            yield from _placed(s.body, s)
 
 
 def _writes(s: ir.Stmt) -> set[str]:

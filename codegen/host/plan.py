@@ -103,6 +103,15 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """Every element becomes the `kind` (`max` or `sum`) of those that the ranks of the call's process group have in its
+    place; of a single rank it stays."""
+
+    out: View
+    kind: str
+
+
+@dataclass(frozen=True)
 class Loop:
     """`body` for each chunk of dimension `dim`; `empty` instead, where the dimension is 0."""
 
@@ -112,7 +121,7 @@ class Loop:
     empty: tuple[Step, ...]
 
 
-Step = Alloc | Free | Own | Zero | Matmul | Add | Convert | Launch | Loop
+Step = Alloc | Free | Own | Zero | Matmul | Add | Convert | Launch | AllReduce | Loop
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def step_text(s: plan.Step) -> str:
         case plan.Launch():
             results = f"{', '.join(map(view_text, s.results))} = " if s.results else ""
             return f"{results}{s.kernel}({', '.join(f'{n}={_argument(a)}' for n, a in s.arguments)})"
+        case plan.AllReduce():
+            return f"all_{s.kind}({view_text(s.out)})"
         case plan.Loop():
             return f"for {s.chunk} in chunks({s.dim}): ..."
 

@@ -107,4 +107,10 @@ HOST_CODES: tuple[Code, ...] = (
         _op(*_BOTH, header="op f(x: T[B, H], w: T[V, H], d_x: T[B, H]) -> (y: T[B, V]):"),
         _op(*_BOTH, header="op f(x: T[B, H], w: T[V, H]) -> (y: T[B, V]):"),
     ),
+    Code(
+        "K0616",
+        "a collective of what is no whole value of the op's own",
+        _forward("y = all_sum(x) @ w.T", header="op f(x: f32[B, H], w: f32[V, H]) -> (y: f32[B, V]):"),
+        _forward("a = x @ w.T", "y = all_sum(a)", header="op f(x: f32[B, H], w: f32[V, H]) -> (y: f32[B, V]):"),
+    ),
 )

@@ -9,6 +9,7 @@ from kgen.dsl.check.signature import literal_value
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
+from kgen.dsl.host.collectives import collective, is_collective
 from kgen.dsl.host.scope import Scope, Stop, shape_text
 from kgen.dsl.source import Span
 
@@ -126,6 +127,8 @@ class Expressions:
             return self.product(e, target, hint, add=False)
         if e.func in DTYPES or e.func in self.scope.signature.dtype_vars:
             return self.convert(e, target, hint)
+        if is_collective(e, self.scope):
+            return collective(e, self, target, hint)
         return self.calls.call(e, (target,), (hint,))[0]
 
     def product(self, e: host.Product, target: ir.View | None, hint: str, *, add: bool) -> ir.View:

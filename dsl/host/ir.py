@@ -106,6 +106,16 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """`target` = the `kind` (`max` or `sum`) of what every rank of a process group has as `source`."""
+
+    target: View
+    source: View
+    kind: str
+    span: Span
+
+
+@dataclass(frozen=True)
 class Loop:
     """The body once for each chunk of dimension `dim`, in order; `chunk` is the symbol of a chunk's extent."""
 
@@ -115,7 +125,7 @@ class Loop:
     span: Span
 
 
-Stmt = Product | Launch | Convert | Sum | Loop
+Stmt = Product | Launch | Convert | Sum | AllReduce | Loop
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,7 @@ def views(s: Stmt) -> Iterator[tuple[View, str]]:
             if s.plus is not None:
                 yield s.plus, "read"
             yield s.target, "update" if s.add else "write"
-        case Convert():
+        case Convert() | AllReduce():
             yield s.source, "read"
             yield s.target, "write"
         case Sum():

@@ -10,6 +10,7 @@ from kgen.dsl.check.signature import TensorParam, index_poly, literal_value
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
+from kgen.dsl.host.collectives import is_collective
 from kgen.dsl.host.expressions import Expressions
 from kgen.dsl.host.scope import GRADIENT, Loop, Scope, Stop
 
@@ -155,7 +156,8 @@ class Statements:
     def _assign(self, s: host.Assign) -> None:
         scope = self.scope
         hints = tuple(t.id if isinstance(t, ast.Name) else t.tensor for t in s.targets)
-        if isinstance(s.value, host.Call) and s.value.func not in (*DTYPES, *scope.signature.dtype_vars):
+        plain = is_collective(s.value, scope)
+        if isinstance(s.value, host.Call) and s.value.func not in (*DTYPES, *scope.signature.dtype_vars) and not plain:
             targets = tuple(self._target(t) for t in s.targets)
             made = self.expressions.calls.call(s.value, targets, hints)
         elif len(s.targets) > 1:
@@ -221,7 +223,8 @@ class Statements:
     def _perform(self, s: host.Perform) -> None:
         scope = self.scope
         callee = scope.callees.get(s.call.func)
-        if callee is not None and not any(t.role == "inout" for t in callee.signature.tensors):
+        idle = callee is not None and not any(t.role == "inout" for t in callee.signature.tensors)
+        if idle or is_collective(s.call, scope):
             raise scope.fail(
                 "K0603",
                 f"'{s.call.func}' writes nothing in place, so that this call has no effect",

@@ -23,6 +23,7 @@ from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.runtime.binding import examine
+from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host.op import HostOp, Options, by_serial, result_dtypes
 from kgen.runtime.library import _choice, _settled
 
@@ -39,6 +40,9 @@ def call(
     chunk: int | None,
 ) -> Any:
     """What `HostOp.__call__` does, for torch.compile to trace. Backend and options are those of trace time."""
+    if op.collective:
+        raise ArgumentError(f"{op.name}: torch.compile does not take ops with collectives; call it outside, or under "
+                            f"torch.compiler.disable")  # fmt: skip
     choice = _choice(backend)
     wanted: tuple[int, ...] = ()
     if torch.is_grad_enabled():

@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -30,12 +31,14 @@ from kgen.dsl.diagnostics import Diagnostics, KgenError
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ir
 from kgen.dsl.host.check import elaborate_op, header, source_of
+from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
 from kgen.runtime.autograd import refuse_tangents
 from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
+from kgen.runtime.host import ranks
 from kgen.runtime.host.walk import Env, Walk
 from kgen.runtime.kernel import Kernel
 
@@ -93,6 +96,7 @@ class HostOp:
         self.header = header(op)
         self.signature: Signature = signature_of(op.header, Diagnostics())
         self.has_backward = any(s.name == "backward" for s in op.sections)
+        self.collective, self._agreed = collectives_of(op, self.source.kernels)
         params = self.signature.params
         self.tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
         self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
@@ -122,6 +126,7 @@ class HostOp:
         workspace_mb: float | None = None,
         accumulate: str = "auto",
         chunk: int | None = None,
+        group: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Run the op and return its output, or a tuple of them.
@@ -130,9 +135,15 @@ class HostOp:
         chunk; without it KGEN_WORKSPACE_MB, or 512. accumulate: how a sum over chunks is held whose tensor is f16 or
         bf16: `param` in that dtype, rounded at each chunk; `f32`, a buffer more, rounded once; `auto` so that the error
         does not grow with the number of chunks, in the less memory. chunk: the rows of a chunk, instead of a budget.
+        group: of an op with collectives, the process group that they go over; None is torch's default group. Without
+        torch.distributed, or in a group of one rank, there is nothing to reduce. Every rank of the group makes the same
+        calls with the same sizes, but for dimensions that are a rank's own share, and with the same gradients wanted;
+        where collectives stand in a loop over chunks, chunk= must be given, as a budget would make chunks of a share.
 
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run.
         """
+        if group is not None and not self.collective:
+            raise ArgumentError(f"{self.name}: group= is for ops that have collectives, and this one has none")
         values = self._binder.bind(args, kwargs)
         if torch.compiler.is_dynamo_compiling() or any(map(is_symbolic, values)):
             from kgen.runtime.host import library  # imports torch.compile's machinery
@@ -142,6 +153,8 @@ class HostOp:
         choice = registry.requested(backend)
         wanted = self.requiring(values) if torch.is_grad_enabled() else ()
         ready = self.ready(values, wanted, choice, options)
+        if self.collective:
+            ready = ready.within(self._group(group, options))
         if wanted:
             function = _TransformedCall if torch._C._are_functorch_transforms_active() else _Call
             results = cast(Any, function).apply(ready, *values)
@@ -150,6 +163,15 @@ class HostOp:
             with torch.no_grad():
                 results, _ = ready.forward(values)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _group(self, group: Any, options: Options) -> Any:
+        found = ranks.resolved(self.name, group)
+        if found is not None and self._agreed and options.chunk is None:
+            raise ArgumentError(
+                f"{self.name}: its {found.size()} ranks meet in every chunk, and must have the same ones; pass chunk= "
+                f"with a number of rows that all of them agree on"
+            )
+        return found
 
     def requiring(self, values: Sequence[Any]) -> tuple[int, ...]:
         """The parameters among `values` that ask for a gradient. Raises ArgumentError for one with a tangent."""
@@ -290,10 +312,21 @@ class Ready:
         self._shared_as = tuple((p.outputs[k][1], p.outputs[k][0]) for k in self.shared)
         self._made = tuple(n for n in p.saved if n not in at)
         self._forward = walk(p.forward)
+        self._group: Any = None
 
     @cached_property
     def _backward(self) -> Walk:
         return self._walk(self.plan.backward)
+
+    def within(self, group: Any) -> Ready:
+        """The same for collectives over `group`; None: there is nothing to reduce."""
+        if group is self._group:
+            return self
+        if self.plan.gradients:
+            _ = self._backward  # made once, for all groups
+        other = copy.copy(self)
+        other._group = group
+        return other
 
     def forward(self, values: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs, and what the backward pass needs besides arguments and those outputs that are `shared`."""
@@ -327,6 +360,7 @@ class Ready:
 
     def _given(self, values: Sequence[Any], names: Sequence[str]) -> Env:
         env: Env = {name: convert(values[i]) for i, name, convert in self._scalars}
+        env[ranks.GROUP] = self._group
         for name in names:
             t = values[self._position[name]]
             if t is not None:

@@ -17,6 +17,7 @@ from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host.ir import ConstArg, ScalarArg
 from kgen.runtime import events
+from kgen.runtime.host import ranks
 from kgen.runtime.kernel import Kernel
 
 # The tensors and scalars of a call by name.
@@ -84,6 +85,8 @@ class Walk:
                 return self._add(s)
             case plan.Launch():
                 return self._launch(s)
+            case plan.AllReduce():
+                return self._all_reduce(s)
             case plan.Loop():
                 return self._loop(s)
 
@@ -160,6 +163,18 @@ class Walk:
         def step(env: Env, i: int, n: int) -> None:
             out = tuple([r(env, i, n) for r in results]) if results else None
             kernel(*[a(env, i, n) for a in arguments], backend=backend, out=out)
+
+        return step
+
+    def _all_reduce(self, s: plan.AllReduce) -> Step:
+        out, kind = self._get(s.out), s.kind
+        count = events.recorder(events.Launch(f"{self.plan.name}: all_{kind}", "library", str(self.device), 0))
+
+        def step(env: Env, i: int, n: int) -> None:
+            group = env[ranks.GROUP]
+            if group is not None:
+                ranks.all_reduce(out(env, i, n), kind, group)
+                count()
 
         return step
 
