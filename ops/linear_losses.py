@@ -56,7 +56,12 @@ def linear_cross_entropy(
         name = "fused_linear_cross_entropy_rows"
     else:
         name = "fused_linear_cross_entropy"
-        options |= {"averaged": reduction == "mean", "narrow": input.dtype == torch.float16}
+        narrow = input.dtype == torch.float16
+        options |= {
+            "averaged": reduction == "mean",
+            "narrow": narrow,
+            "wide_weight": narrow and weight.dtype == torch.float32,
+        }
     return _kernel("fused_linear_cross_entropy", name)(
         input,
         weight,

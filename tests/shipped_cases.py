@@ -282,6 +282,7 @@ SHIPPED: tuple[Shipped, ...] = (
     ),
     Shipped("column_totals", _LINEAR, "column_totals", _matrix(name="z"), lambda z: z.sum(0), **_INNER),
     Shipped("times_", _LINEAR, "times_", _matrix("s", name="g"), None, **_INNER),
+    Shipped("times_both_", _LINEAR, "times_both_", _matrix("s", "t", name="g"), None, **_INNER),
     Shipped(
         "times_both", _LINEAR, "times_both", _matrix("s", "t", name="g", dtype=torch.float32),
         lambda g, s, t: g * (s * t), **_INNER,

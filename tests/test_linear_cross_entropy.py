@@ -243,6 +243,12 @@ def test_autocast(low: torch.dtype, reduction: str) -> None:
         # The gradient of x was one of the low dtype before autograd converted it.
         b = b + 4 * {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[low] * e.abs() if name == "x" else b
         assert a.dtype == torch.float32 and excess(a, e, b) <= 1.0, name
+    if reduction == "mean":  # what was summed is the gradient, and no other f32 tensor of its size is made
+        w = c.w.clone().requires_grad_()
+        seen = Allocations()
+        with seen, torch.autocast("cpu", low):
+            call(Case(c.x, w, c.target, c.bias, c.options), backend="cuda").backward()
+        assert seen.shapes.count((CLASSES, WIDTH)) == 2  # the other is the weight in the low dtype
     # The weight's gradient is not rounded to the low dtype anywhere.
     assert not torch.equal(found[2], found[2].to(low).float())
     mixed = Case(c.x.to(low), c.w, c.target, None, {})
