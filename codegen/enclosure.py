@@ -91,8 +91,16 @@ def free(e: Enclosure, where: Tensor) -> Enclosure:
     )
 
 
-def round_ends(e: Enclosure, dtype: DType, ulps: float | Tensor | None = None) -> Enclosure:
-    """`e` widened by the rounding of an operation to `dtype`: to nearest, or by a budget of `ulps`."""
+def round_ends(
+    e: Enclosure, dtype: DType, ulps: float | Tensor | None = None, *, sum_of_product: bool = False
+) -> Enclosure:
+    """`e` widened by the rounding of an operation to `dtype`: to nearest, or by a budget of `ulps`.
+
+    The ends were rounded to float64 before. For one operation on f32 operands that is harmless, since 53 >= 2 * 24 + 2
+    (Figueroa 1995), and rounding is monotone. But a contracted `a * b + c` rounds a sum of up to 24 + 48 digits once:
+    what is a hair beside the middle of two f32 may be the middle in float64. `sum_of_product` says that `e` may be one;
+    the ends are then taken one float64 further out, which matters at such a middle only.
+    """
     lo, hi = e.ends
     if dtype == F64:
         # The reference itself rounds in float64: twice the budget, and one more for the arithmetic on the ends.
@@ -101,6 +109,8 @@ def round_ends(e: Enclosure, dtype: DType, ulps: float | Tensor | None = None) -
         low, high = torch.where(lo.isinf(), lo, low), torch.where(hi.isinf(), hi, high)
     else:
         low, high = lo, hi
+        if sum_of_product:
+            low, high = (torch.nextafter(x, x.new_full((), to)) for x, to in ((lo, -torch.inf), (hi, torch.inf)))
         if ulps is not None:
             # Subnormal results have a fixed unit in the last place; an exact 0 stays exact.
             low = lo - torch.where(lo == 0, 0.0, EPS32 * ulps * lo.abs() + 2.0**-149 * ulps)
@@ -162,7 +172,9 @@ def scalar_op(fn: str, args: Sequence[Enclosure], dtype: DType, *, square: bool 
             out = apply(OPS[fn], args)
     if budget is not None:
         return round_ends(out, dtype, budget.at(*args[0].ends))
-    return round_ends(out, dtype) if fn in ("add", "sub", "mul", "div", "sqrt") else out
+    if fn in ("add", "sub"):
+        return round_ends(out, dtype, sum_of_product=True)
+    return round_ends(out, dtype) if fn in ("mul", "div", "sqrt") else out
 
 
 def _zero_inside(a: Enclosure) -> list[Tensor]:

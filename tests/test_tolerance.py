@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -201,6 +202,40 @@ def test_double_rounding_in_a_16_bit_type_lies_outside(dtype: DType) -> None:
     expected, bound = interpret(kernel, tensors, {}, precision="f64")["y"], error_bound(kernel, tensors, {})["y"]
     assert compare(y, expected, bound).ok
     assert ((off.double() - expected).abs() > bound).float().mean() > 0.7
+
+
+def nearest(x: Fraction) -> Fraction:
+    """`x` rounded once to f32, to nearest even; float64 cannot hold the `x` of interest here."""
+    near = torch.tensor(float(x), dtype=torch.float64).float()
+    ends = (near, *(torch.nextafter(near, torch.tensor(to)) for to in (-math.inf, math.inf)))
+    return min((abs(Fraction(e.item()) - x), int(e.view(torch.int32)) & 1, Fraction(e.item())) for e in ends)[2]
+
+
+# In one the even neighbour is above the middle, in the other below.
+@pytest.mark.parametrize(("a", "b"), [(9722880, 8916992), (9722880, 8916992 + 8192)])
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(
+    ("text", "product", "rest"),
+    [("a[n] * b[n] + c[n]", 1, 1), ("c[n] + a[n] * b[n]", 1, 1), ("a[n] * b[n] - c[n]", 1, -1),
+     ("c[n] - a[n] * b[n]", -1, 1)],
+)  # fmt: skip
+def test_a_contracted_sum_is_rounded_once(text: str, product: int, rest: int, sign: int, a: int, b: int) -> None:
+    """A product in the middle of two f32, and a sum too small for float64 to see, which sends it to the other side."""
+    assert a * b % 2**23 == 2**22 and 2**46 < a * b < 2**47
+    kernel = build(
+        "kernel f(a: f32[N], b: f32[N], c: f32[N], d: f32[N]) -> (y: f32[N]):\n    parallel n in N\n"
+        f"    y[n] = {text} + d[n]\n"
+    )
+    c, d = Fraction(sign, 2**10), Fraction(160000)
+    assert float(a * b + c) == a * b
+    tensors = {k: torch.tensor([float(v)]) for k, v in {"a": a, "b": b, "c": c, "d": d}.items()}
+    expected = interpret(kernel, tensors, {}, precision="f64")["y"].item()
+    fused, unfused = (nearest(nearest(p * product + c * rest) + d) for p in (Fraction(a * b), nearest(Fraction(a * b))))
+    worst = max(abs(float(r) - expected) for r in (fused, unfused))
+    bound = error_bound(kernel, tensors, {})["y"].item()
+    assert worst <= bound
+    # Both neighbours, and no more: an end may lie off f32 by what was added last, and the reference by 2**-44.
+    assert bound <= 2**22 + float(d) + 2**-44 * abs(expected)
 
 
 @pytest.mark.parametrize("name", ["rms", "softmax", "silu", "gelu", "logsumexp", "layer"])
