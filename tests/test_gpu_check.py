@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ def _loaded_anew() -> Iterator[None]:
     cases._load.cache_clear()
 
 
-def records(name: str, rows: tuple[int, ...] = (0, 1, 5), **task: Any) -> list[dict[str, Any]]:
-    """What the check says of one task; the first of those that it would run with these fields."""
+def records(
+    name: str, rows: tuple[int, ...] = (0, 1, 5), make: cases.Make | None = None, **task: Any
+) -> list[dict[str, Any]]:
+    """What the check says of one task; the first of those that it would run with these fields. `make` for other
+    arguments than the target's."""
     target = cases.targets()[FOUND[name]]
+    target = replace(target, make=make or target.make)
     direction = task.get("direction", cases.GRADIENT)
     wanted = tuple(n for n, code in cases.derivable(target).items() if not code) if direction == cases.GRADIENT else ()
     fields = {"direction": direction, "dtype": "f32", "width": 33, "layout": "contiguous", "wave": 0, "wanted": wanted}
@@ -107,6 +112,19 @@ def test_right_kernels_pass(name: str, task: dict[str, Any]) -> None:
     found = records(name, **task)
     assert [r["message"] for r in found if r["status"] != "ok"] == []
     assert Counter(r["backend"] for r in found) == {"cuda": 3, "triton": 3}
+
+
+@needs_backends
+@pytest.mark.parametrize("name", ["argmax_and_gap", "function_zoo", "minmax_scale", "pool_pairs", "two_rows"])
+def test_formulas_judge_equal_values_too(name: str) -> None:
+    """Among thousands of rows some extremes are attained twice, and operands of `minimum` are equal."""
+    made = cases.targets()[FOUND[name]].make
+
+    def halves(*size: Any) -> dict[str, Any]:
+        return {k: (v * 2).round() / 2 for k, v in made(*size).items()}
+
+    found = records(name, rows=(5,), make=halves)
+    assert [r["message"] for r in found if r["status"] != "ok"] == []
 
 
 @needs_backends
