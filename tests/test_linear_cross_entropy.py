@@ -14,12 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import kgen
 from kgen import ops
+from kgen.ops import functional
 from kgen.runtime import events
 from kgen.runtime.errors import ArgumentError
-from kgen.runtime.loading import load_packaged
 
-OPS = load_packaged("fused_linear_cross_entropy.kdsl")
 ROWS, WIDTH, CLASSES = 33, 24, 37
+
+
+def op(name: str) -> Any:
+    """One of the two ops."""
+    return functional._loaded("fused_linear_cross_entropy", name)
 
 
 def call(c: Case, **more: Any) -> torch.Tensor:
@@ -149,7 +153,7 @@ def test_no_classes_is_refused() -> None:
     with pytest.raises(ArgumentError, match="at least one class"):
         ops.linear_cross_entropy(randn(3, 4), randn(0, 4), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ArgumentError, match="requires V >= 1"):
-        OPS.fused_linear_cross_entropy(randn(3, 4), randn(0, 4), torch.zeros(3, dtype=torch.int64))
+        op("fused_linear_cross_entropy")(randn(3, 4), randn(0, 4), torch.zeros(3, dtype=torch.int64))
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ def test_the_error_of_the_weight_gradient_does_not_grow_with_the_chunks() -> Non
     def error(chunks: int, accumulate: str) -> float:
         x, w = c.x, c.w.clone().requires_grad_()
         rows = -(-1024 // chunks)
-        loss = OPS.fused_linear_cross_entropy(x, w, c.target, backend="cuda", chunk=rows, accumulate=accumulate)
+        loss = op("fused_linear_cross_entropy")(x, w, c.target, backend="cuda", chunk=rows, accumulate=accumulate)
         (g,) = torch.autograd.grad(loss, w)
         return ((g.double() - exact).norm() / exact.norm()).item()
 
@@ -291,7 +295,7 @@ def test_what_does_not_fit_is_told() -> None:
             ops.linear_cross_entropy(x, w, t, **options)
     w.requires_grad_()
     with pytest.raises(ArgumentError, match="gives no gradient of 'class_weight'"):
-        OPS.fused_linear_cross_entropy(x, randn(5, 4), t, class_weight=randn(5).requires_grad_())
+        op("fused_linear_cross_entropy")(x, randn(5, 4), t, class_weight=randn(5).requires_grad_())
 
 
 # ---- only what is asked for ------------------------------------------------------------------------------------------
@@ -334,9 +338,9 @@ def test_only_wanted_gradients_cost_anything(which: tuple[str, ...], products: i
     seen = Allocations()
     chunk = 9
     with events.launches() as launches, seen:
-        loss = OPS.fused_linear_cross_entropy(
+        loss = op("fused_linear_cross_entropy")(
             given["x"], given["w"], c.target, given["bias"], backend="cuda", chunk=chunk
-        ) if reduction == "mean" else OPS.fused_linear_cross_entropy_rows(
+        ) if reduction == "mean" else op("fused_linear_cross_entropy_rows")(
             given["x"], given["w"], c.target, given["bias"], backend="cuda", chunk=chunk
         )  # fmt: skip
         assert loss.requires_grad == bool(which)
@@ -482,12 +486,12 @@ def test_the_operators_are_sound() -> None:
     from kgen.runtime.host import library
 
     c = case(ROWS, WIDTH, CLASSES, bias=1.0)
-    for op in (OPS.fused_linear_cross_entropy, OPS.fused_linear_cross_entropy_rows):
+    for one in (op("fused_linear_cross_entropy"), op("fused_linear_cross_entropy_rows")):
         for dtype in (torch.float32, torch.float16):
-            consts = {"narrow": dtype == torch.float16} if op.signature.name.endswith("entropy") else {}
+            consts = {"narrow": dtype == torch.float16} if one.signature.name.endswith("entropy") else {}
             given = [c.x.to(dtype).requires_grad_(), c.w.to(dtype).requires_grad_(), c.target]
-            values = op._binder.bind(given, consts)
-            name = library.define(op, values, (0, 1))
+            values = one._binder.bind(given, consts)
+            name = library.define(one, values, (0, 1))
             arguments = (*values, "cuda", 512.0, "auto", 16)
             torch.library.opcheck(getattr(torch.ops.kgen, name), arguments, test_utils=("test_schema",
                 "test_autograd_registration", "test_faketensor"))  # fmt: skip

@@ -1,0 +1,171 @@
+"""The tests of the chunked cross entropy can fail: each mistake below, made on purpose, turns one of them red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import test_linear_cross_entropy as tests
+import torch
+
+from kgen.codegen.host import plan, sizing
+from kgen.codegen.host.lower import lower
+from kgen.dsl.modules import load_source
+from kgen.dsl.source import SourceFile
+from kgen.ops import functional
+from kgen.runtime.host import op as op_module
+from kgen.runtime.host import walk
+from kgen.runtime.loading import KernelModule
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+PATH = Path(functional.__file__).parent / "fused_linear_cross_entropy.kdsl"
+
+
+@dataclass(frozen=True)
+class Break:
+    """Edits of the op's text, other values of attributes (owner, name, value), and a call that must fail then."""
+
+    edits: Sequence[tuple[str, str]]
+    swaps: Sequence[tuple[Any, str, Any]]
+    test: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+@contextmanager
+def broken(b: Break) -> Iterator[None]:
+    """Ops that are loaded anew and carry the mistake."""
+    text = PATH.read_text("utf-8")
+    for old, new in b.edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    module = KernelModule(load_source(SourceFile(str(PATH), text)).module)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(functional, "_loaded", lambda file, name: module[name]))
+        for owner, name, value in b.swaps:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def _replanned(change: Callable[[plan.Step], plan.Step | None]) -> Callable[..., plan.Plan]:
+    """`lower`, with every step changed, or left out where `change` gives None."""
+
+    def changed(steps: Sequence[plan.Step]) -> tuple[plan.Step, ...]:
+        out = []
+        for s in steps:
+            if isinstance(s, plan.Loop):
+                s = replace(s, body=changed(s.body), empty=changed(s.empty))
+            new = change(s)
+            if new is not None:
+                out.append(new)
+        return tuple(out)
+
+    def lowered(*args: Any) -> plan.Plan:
+        p = lower(*args)
+        return replace(p, forward=changed(p.forward), backward=changed(p.backward))
+
+    return lowered
+
+
+def _never_first(s: plan.Step) -> plan.Step:
+    return replace(s, first=None) if isinstance(s, plan.Matmul | plan.Add) else s
+
+
+def _not_zeroed(s: plan.Step) -> plan.Step | None:
+    return None if isinstance(s, plan.Zero) else s
+
+
+def _all_gradients(program: Any, dtypes: Any, wanted: Any, held: str) -> plan.Plan:
+    return lower(program, dtypes, frozenset(program.gradients), held)
+
+
+def _edit(*edits: tuple[str, str]) -> Sequence[tuple[str, str]]:
+    return edits
+
+
+def _budget() -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        tests.test_the_budget_of_the_environment(environment)
+
+
+F32 = torch.float32
+TOKENS = {"token_weight": tests.OPTIONS[-1]["token_weight"]}
+WEIGHED = "        a = token_weight[m]\n    else:\n        a = 1.0\n    if averaged:"
+BREAKS: dict[str, Break] = {
+    "the gradient of the result forgotten for the bias": Break(
+        _edit(("                times_(b_sum, d_loss)\n", "")),
+        (),
+        tests.test_values_and_gradients,
+        ("cuda", F32, "mean"),
+    ),
+    "one upstream gradient for all tokens": Break(
+        _edit(("scale[m] = d_loss[m]\n", "scale[m] = d_loss[m - m]\n")),
+        (),
+        tests.test_values_and_gradients,
+        ("cuda", F32, "none"),
+    ),
+    "z-loss divided by the weights of classes": Break(
+        _edit(("a / mass[], a / count[]", "a / mass[], a / mass[]")),
+        (),
+        tests.test_every_combination_of_options,
+        ({k: v for k, v in tests.OPTIONS[-1].items() if k in ("class_weight", "z_loss")},),
+    ),
+    "token weights left out of the gradient": Break(
+        _edit((WEIGHED, WEIGHED.replace("token_weight[m]", "1.0"))),
+        (),
+        tests.test_every_combination_of_options,
+        (TOKENS,),
+    ),
+    "ignored labels count in the mean": Break(
+        _edit(("count[] += where(kept, a, 0.0)", "count[] += a"), ("mass[] += where(kept, a, 0.0)", "mass[] += a")),
+        (),
+        tests.test_all_labels_ignored,
+        ("cuda", F32),
+    ),
+    "a label out of range spoils what the mean divides by": Break(
+        _edit(("class_weight[minimum(maximum(target[m], 0), V - 1)], 0.0)", "class_weight[target[m]], 0.0)")),
+        (),
+        tests.test_a_label_out_of_range_is_never_a_plausible_number,
+        ("cuda", tests.CLASSES),
+    ),
+    "no factor in f16": Break(
+        _edit(("if narrow:", "if false:")), (), tests.test_f16_gradients_do_not_underflow_before_they_are_scaled, ()
+    ),
+    "sums rounded at each of many chunks": Break(
+        (),
+        ((sizing, "ROUNDINGS", 10**9),),
+        tests.test_the_error_of_the_weight_gradient_does_not_grow_with_the_chunks,
+        (),
+    ),
+    "the first chunk added to what was there": Break(
+        (), ((op_module, "lower", _replanned(_never_first)),), tests.test_any_number_of_chunks_gives_the_same, (3,)
+    ),
+    "sums over no chunk left as they were": Break(
+        (), ((op_module, "lower", _replanned(_not_zeroed)),), tests.test_no_tokens, ("cuda", F32)
+    ),
+    "saved gradients changed although the graph is kept": Break(
+        (), ((walk, "_own", lambda s: lambda env, i, n: None),), tests.test_several_backward_passes, (F32, "mean")
+    ),
+    "gradients that no one asked for": Break(
+        (), ((op_module, "lower", _all_gradients),), tests.test_only_wanted_gradients_cost_anything, (("x",), 2, "mean")
+    ),
+    "the budget ignored": Break(
+        (),
+        ((sizing, "even", lambda extent, limit: max(1, extent)),),
+        _budget,
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_each_mistake_is_found(name: str) -> None:
+    b = BREAKS[name]
+    with broken(Break((), (), b.test, b.args)):
+        b.test(*b.args)  # on ops that are loaded anew, and right
+    with broken(b), pytest.raises((AssertionError, pytest.fail.Exception)):
+        b.test(*b.args)
