@@ -19,9 +19,12 @@ import torch
 from autograd_kit import as_tuple, worst  # pyright: ignore[reportMissingImports]  # through the path of gpu_cases
 
 from kgen.codegen.torch_dtypes import TORCH
+from kgen.dsl import ir
 from kgen.dsl.check import TensorParam
+from kgen.dsl.dtypes import DTYPES
 from kgen.runtime import autograd
 from kgen.runtime.autograd import Training
+from kgen.runtime.binding import examine
 from kgen.runtime.differential import Answer, Question, answer, ask, guilty
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.placement import place
@@ -96,11 +99,21 @@ def _cut(device: torch.device, direction: str) -> int:
 def _forward(
     target: cases.Target, task: cases.Task, given: dict[str, Any], m: int, values: str, device: torch.device, o: Options
 ) -> Answers:
-    question = ask(target.load(), given, task.layout, max_elements=_cut(device, cases.FORWARD))
+    body = _body(target.load(), task, given, device)
+    question = ask(target.load(), given, task.layout, body=body, max_elements=_cut(device, cases.FORWARD))
     for backend in o.backends:
         began = time.perf_counter()
         got = answer(question, backend, repeat=m == cases.VARIED[cases.FORWARD] and values == "normal")
         yield backend, got, time.perf_counter() - began
+
+
+def _body(kernel: Kernel, task: cases.Task, given: dict[str, Any], device: torch.device) -> ir.Kernel:
+    """The tile IR of the call. A dtype variable that only outputs have stands for the dtype of the task."""
+    signature, values = kernel.signature, kernel._binder.bind((), given)
+    known = {n: TORCH[d] for n, d in DTYPES.items()}
+    known |= {p.dtype: v.dtype for p, v in zip(signature.params, values, strict=True) if isinstance(v, torch.Tensor)}
+    out = [torch.empty(0, dtype=known.get(p.dtype, task.torch_dtype), device=device) for p in signature.outputs]
+    return kernel.specialize(examine(signature, values, out)[0])
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

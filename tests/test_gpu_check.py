@@ -104,6 +104,8 @@ def test_what_is_not_derived_is_what_the_cases_say() -> None:
         ("add_rms_norm, f32 stream", {"dtype": "bf16", "gradient_layout": "offset"}),
         ("cross_entropy, all options", {"layout": "sliced", "gradient_layout": "expanded"}),
         ("cross_entropy_, all options", {"direction": "forward", "layout": "offset"}),
+        ("times_both", {"direction": "forward", "dtype": "f16", "layout": "transposed"}),
+        ("times_", {"direction": "forward", "dtype": "bf16", "layout": "transposed"}),
         ("vec_add", {"dtype": "f16", "wanted": ("b",), "gradient_layout": "transposed"}),
         ("standardize", {"width": 7, "gradient_layout": "sliced"}),
     ],
