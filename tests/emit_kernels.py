@@ -19,6 +19,12 @@ GATE = """kernel gate_up(gate: T[*M, N], up: T[*M, N]) -> (y: T[*M, N]):
     y[m, n] = gate[m, n] * sigmoid(gate[m, n]) * up[m, n]
 """
 
+SCALED = """kernel scaled(g: inout T[*M, N], s: f32[]) -> (y: f32[*M, N]):
+    parallel m in M, n in N
+    y[m, n] = g[m, n] + s[]
+    g[m, n] = g[m, n] * s[]
+"""
+
 GRID = """kernel grid(x: T[*M, I, J], w: W[J]) -> (r: f32[*M, I], c: f32[*M, J], d: T[*M, I, J]):
     parallel m in M
     tile i in I, j in J

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_kit import Call, agree, call, check, compiled, oracle, run
-from emit_kernels import GATE, GRID, NORM, PICK, SOFTMAX
+from emit_kernels import GATE, GRID, NORM, PICK, SCALED, SOFTMAX
 
 from kgen.codegen.cuda import host_source
 from kgen.codegen.cuda.reserved import RESERVED
@@ -83,6 +83,12 @@ def test_strides_of_every_kind() -> None:
     check(call(NORM, "norm", x=x[:1].expand(6, 64), w=w[:1].expand(64)), 64)
     lead = rand(2, 3, 4, 64).transpose(0, 2)  # leading dimensions that do not merge
     check(call(NORM, "norm", x=lead, w=w), 64)
+
+
+def test_a_tensor_without_dimensions_beside_rows_of_every_kind() -> None:
+    wide, s = rand(6, 40, dtype=torch.bfloat16), rand()
+    for g in (wide, wide[:, :33], wide.t(), wide[:, ::2], wide.reshape(2, 3, 40).transpose(0, 1)):
+        check(call(SCALED, "scaled", g=g, s=s))
 
 
 def test_gathers_in_and_out_of_range() -> None:

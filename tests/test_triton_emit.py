@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 from cuda_kit import Call, agree, call, oracle, prepare
-from emit_kernels import GATE, GRID, NORM, PICK, SOFTMAX
+from emit_kernels import GATE, GRID, NORM, PICK, SCALED, SOFTMAX
 from triton_kit import CACHE, built, check, emitted, run
 
 from kgen.codegen.schedule import Schedule
@@ -104,6 +104,12 @@ def test_strides_of_every_kind() -> None:
     check(call(NORM, "norm", x=lead, w=w), 64)
     gate = rand(2, 3, 4, 16).transpose(0, 2)
     check(call(GATE, "gate_up", gate=gate, up=gate.contiguous()))
+
+
+def test_a_tensor_without_dimensions_beside_rows_of_every_kind() -> None:
+    wide, s = rand(6, 40, dtype=torch.bfloat16), rand()
+    for g in (wide, wide[:, :33], wide.t(), wide[:, ::2], wide.reshape(2, 3, 40).transpose(0, 1)):
+        check(call(SCALED, "scaled", g=g, s=s))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
