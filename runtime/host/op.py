@@ -34,7 +34,7 @@ from kgen.dsl.host.check import elaborate_op, header, source_of
 from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
-from kgen.runtime.autograd import refuse_tangents
+from kgen.runtime.autograd import float_output, refuse_tangents
 from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
@@ -95,6 +95,7 @@ class HostOp:
         self.__doc__ = op.doc or f"The op `{name}` of {path}."
         self.header = header(op)
         self.signature: Signature = signature_of(op.header, Diagnostics())
+        self.has_float_output = float_output(self.signature)
         self.has_backward = any(s.name == "backward" for s in op.sections)
         self.collective, self._agreed = collectives_of(op, self.source.kernels)
         params = self.signature.params
