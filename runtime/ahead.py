@@ -7,9 +7,10 @@ kernel's `example` statement; what is then compiled in is in the layout's varian
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kgen.codegen.collapse import Merge, collapse
@@ -30,6 +31,7 @@ from kgen.runtime.nvrtc import Resources
 
 Value = int | float | bool
 BACKENDS = ("cuda", "triton")
+_FUNCTION = re.compile(r"Function properties for (\w+)\n")  # in the compiler's log
 _ANY = 1024  # the size of a dimension that changes nothing
 
 
@@ -72,12 +74,22 @@ class Target:
         return schedule_kernel(self.layout.kernel, self.layout.variant, backend)
 
     def program(self, backend: str) -> Program:
-        """The generated program of `backend`, `cuda` or `triton`."""
+        """The generated program of `backend`, `cuda` or `triton`. Of several launches each has a source of its own."""
         if backend == "cuda":
             from kgen.codegen.cuda.emit import emit
         else:
             from kgen.codegen.triton.emit import emit
         return emit(self.scheduled(backend))
+
+    def launches(self, backend: str) -> tuple[Program, ...]:
+        """The launches of `program`, in order. On `cuda` the source of each is the file that holds them all."""
+        program = self.program(backend)
+        if backend != "cuda" or not program.then:
+            return program.launches
+        from kgen.codegen.cuda.bundle import bundle
+
+        source = bundle(self.scheduled(backend))
+        return tuple(replace(p, source=source, lines=(), then=()) for p in program.launches)
 
 
 def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target:
@@ -253,18 +265,22 @@ def binary(target: Target, program: Program, arch: str, cache: Cache = CACHE) ->
     """
     compiled = _triton if program.backend == "triton" else _cuda
     key, build = compiled(target, program, arch)
-    head, _, rest = cache.get_or_build(key, lambda: _packed(build())).partition(b"\n")
+    head, _, rest = cache.get_or_build(key, lambda: _packed(*build())).partition(b"\n")
     meta = json.loads(head)
-    return Binary(rest[meta["ptx"] :], rest[: meta["ptx"]].decode(), Resources(**meta["resources"]), meta["shared"])
+    used = Resources(**meta["resources"][program.entry])
+    return Binary(rest[meta["ptx"] :], rest[: meta["ptx"]].decode(), used, meta["shared"])
 
 
-def _packed(b: Binary) -> bytes:
+_Build = Callable[[], tuple[Binary, Mapping[str, Resources]]]  # the resources of every kernel in the binary
+
+
+def _packed(b: Binary, resources: Mapping[str, Resources]) -> bytes:
     ptx = b.ptx.encode()
-    head = {"ptx": len(ptx), "resources": asdict(b.resources), "shared": b.shared_bytes}
+    head = {"ptx": len(ptx), "resources": {e: asdict(r) for e, r in resources.items()}, "shared": b.shared_bytes}
     return json.dumps(head).encode() + b"\n" + ptx + b.cubin
 
 
-def _cuda(target: Target, program: Program, arch: str) -> tuple[str, Callable[[], Binary]]:
+def _cuda(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     try:
         version, known = nvrtc.version(), nvrtc.supported_archs()
     except nvrtc.CudaCompileError as error:
@@ -272,14 +288,16 @@ def _cuda(target: Target, program: Program, arch: str) -> tuple[str, Callable[[]
     if arch.removeprefix("sm_").rstrip("af") not in known:
         raise BackendError(f"NVRTC {version} cannot compile for {arch}; it knows {', '.join(f'sm_{a}' for a in known)}")
 
-    def build() -> Binary:
+    def build() -> tuple[Binary, Mapping[str, Resources]]:
         done = nvrtc.compile_cuda(program.source, program.entry, arch, lines=program.lines)
-        return Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, program.shared_bytes)
+        used = {e: nvrtc.parse_resources(done.log, e) for e in _FUNCTION.findall(done.log)}
+        return Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, program.shared_bytes), used
 
-    return cache_key("cuda-ahead", program.source, program.entry, version, *nvrtc.NUMERICS_FLAGS, arch), build
+    # The kernels of a file are compiled together, whichever of them is asked for.
+    return cache_key("cuda-file", program.source, version, *nvrtc.NUMERICS_FLAGS, arch), build
 
 
-def _triton(target: Target, program: Program, arch: str) -> tuple[str, Callable[[], Binary]]:
+def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     from kgen.runtime.backends.triton import missing_triton
 
     missing = missing_triton()
@@ -297,15 +315,16 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, Callable[
         raise BackendError("Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it to compile")
     variant = program.stage.variant if program.stage is not None else target.layout.variant
 
-    def build() -> Binary:
+    def build() -> tuple[Binary, Mapping[str, Resources]]:
         before_triton_compiles()
         with tempfile.TemporaryDirectory(prefix="kgen-") as folder:
             done = compile_triton(program, variant, int(number), Path(folder))
-        return Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, done.shared_bytes)
+        made = Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, done.shared_bytes)
+        return made, {program.entry: done.resources}
 
     options = [f"{k}={v}" for k, v in sorted(NUMERICS_OPTIONS.items())]
     threads = str(program.schedule.threads)
     key = cache_key(
-        "triton-ahead", program.source, program.entry, triton.__version__, *options, threads, arch, repr(variant)
+        "triton-file", program.source, program.entry, triton.__version__, *options, threads, arch, repr(variant)
     )
     return key, build

@@ -12,16 +12,18 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kgen.codegen.program import Program
-from kgen.dsl import ast, ir
+from kgen.dsl import ast
 from kgen.dsl.diagnostics import DslError, KgenError
 from kgen.runtime import eject
 from kgen.runtime.ahead import BACKENDS, Binary, Choices, Target, binary, target
+from kgen.runtime.eject_triton import triton_source
 from kgen.runtime.errors import BackendError
+from kgen.runtime.launches import derived_dims, device_word, grid, known_dims, shares, workspaces
 
 __all__ = ["BACKENDS", "BuildError", "Job", "run"]
 
@@ -51,11 +53,15 @@ class Job:
         return len(self.backends) * len(self.archs)
 
 
+# By place in the list of what is made, backend and architecture: a binary for each launch.
+_Binaries = dict[tuple[int, str, str], list[Binary]]
+
+
 @dataclass(frozen=True)
 class _Made:
     job: Job
     target: Target
-    programs: dict[str, Program]
+    programs: dict[str, tuple[Program, ...]]  # by backend, in order of launch
 
 
 def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lambda what: None) -> dict[Path, Manifest]:
@@ -69,22 +75,22 @@ def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lam
     for job in jobs:
         with _collected(failures, job):
             goal = target(job.module, job.kernel, job.choices)
-            _refuse_sums(goal)
-            made.append(_Made(job, goal, {b: goal.program(b) for b in job.backends}))
-    binaries: dict[tuple[int, str, str], Binary] = {}
+            made.append(_Made(job, goal, {b: goal.launches(b) for b in job.backends}))
+    binaries: _Binaries = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="kgen-build")
     try:
-        waiting: dict[Future[Binary], tuple[int, str, str]] = {}
+        waiting: dict[Future[list[Binary]], tuple[int, str, str]] = {}
         for i, m in enumerate(made):
-            for backend, program in m.programs.items():
+            for backend, programs in m.programs.items():
                 for arch in m.job.archs:
-                    waiting[pool.submit(binary, m.target, program, arch)] = (i, backend, arch)
+                    waiting[pool.submit(_compiled, m.target, programs, arch)] = (i, backend, arch)
         for future in as_completed(waiting):
             i, backend, arch = waiting[future]
             with _collected(failures, made[i].job):
                 found = future.result()
                 if not made[i].job.allow_spills:
-                    _refuse_spills(made[i].target, backend, arch, found)
+                    for program, one in zip(made[i].programs[backend], found, strict=True):
+                        _refuse_spills(made[i].target, program, arch, one)
                 binaries[i, backend, arch] = found
             done(f"{made[i].target.name} for {backend} {arch}")
     finally:
@@ -107,23 +113,18 @@ def _collected(failures: list[str], job: Job) -> Iterator[None]:
         failures.append(str(error))
 
 
-def _refuse_sums(target: Target) -> None:
-    """A sum over programs is several launches that share memory, which one file with one kernel cannot hold."""
-    for s in target.kernel.body:
-        if isinstance(s, ir.Accumulate):
-            raise BuildError(
-                f"{target.name}: line {s.span.line} sums {s.tensor} over programs, which takes several launches; such "
-                f"kernels run through kgen.load, but cannot be built into files of their own yet"
-            )
+def _compiled(target: Target, programs: Sequence[Program], arch: str) -> list[Binary]:
+    return [binary(target, p, arch) for p in programs]
 
 
-def _refuse_spills(target: Target, backend: str, arch: str, found: Binary) -> None:
+def _refuse_spills(target: Target, program: Program, arch: str, found: Binary) -> None:
     r = found.resources
     spilled = r.spill_store_bytes + r.spill_load_bytes
     if spilled:
+        which = "kernel" if program.stage is None else f"kernel {program.entry}"
         raise BuildError(
-            f"{target.name}: the {backend} kernel for {arch} spills registers ({r.spill_store_bytes} bytes stored, "
-            f"{r.spill_load_bytes} bytes loaded a thread, {r.registers} registers), which makes it slow; "
+            f"{target.name}: the {program.backend} {which} for {arch} spills registers ({r.spill_store_bytes} bytes "
+            f"stored, {r.spill_load_bytes} bytes loaded a thread, {r.registers} registers), which makes it slow; "
             f"take other sizes, or --allow-spills"
         )
 
@@ -131,7 +132,7 @@ def _refuse_spills(target: Target, backend: str, arch: str, found: Binary) -> No
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def _write(made: list[_Made], binaries: dict[tuple[int, str, str], Binary]) -> dict[Path, Manifest]:
+def _write(made: list[_Made], binaries: _Binaries) -> dict[Path, Manifest]:
     import json
 
     files: dict[Path, bytes] = {}
@@ -148,17 +149,21 @@ def _write(made: list[_Made], binaries: dict[tuple[int, str, str], Binary]) -> d
         manifest = manifests.setdefault(place, _head(m.job))
         entry = kernel_entry(m.target)
         manifest["kernels"][m.target.name] = entry
-        for backend, program in m.programs.items():
+        for backend, programs in m.programs.items():
             manifest["compilers"][backend] = _compiler(backend)
-            stem = m.target.name + ("_triton" if backend == "triton" else "")
-            text = (eject.triton_source if backend == "triton" else eject.cuda_source)(m.target, program)
+            suffix = "_triton" if backend == "triton" else ""
+            text = (triton_source if backend == "triton" else eject.cuda_source)(m.target, programs)
+            stem = m.target.name + suffix
             source = add(place, f"{stem}.py" if backend == "triton" else f"{stem}.cu", text)
-            own = entry["backends"][backend] = backend_entry(m.target, program, source, text)
+            own = entry["backends"][backend] = backend_entry(m.target, programs, source, text)
             for arch in m.job.archs:
-                found = binaries[i, backend, arch]
-                cubin = add(place, f"{stem}.{arch}.cubin", found.cubin)
-                ptx = add(place, f"{stem}.{arch}.ptx", found.ptx)
-                own["binaries"][arch] = binary_entry(program, found, cubin, ptx)
+                kept: dict[bytes, list[str]] = {}  # one binary holds all kernels of a .cu
+                for program, launch, found in zip(programs, own["launches"], binaries[i, backend, arch], strict=True):
+                    if found.cubin not in kept:
+                        name = program.stage.kernel.name + suffix if kept and program.stage else stem
+                        pair = (("cubin", found.cubin), ("ptx", found.ptx))
+                        kept[found.cubin] = [add(place, f"{name}.{arch}.{kind}", data) for kind, data in pair]
+                    launch["binaries"][arch] = binary_entry(program, found, *kept[found.cubin])
     for place, manifest in manifests.items():
         add(place, "manifest.json", json.dumps(manifest, indent=2) + "\n")
     for path, data in files.items():
@@ -198,7 +203,7 @@ def _head(job: Job) -> Manifest:
     import kgen
 
     return {
-        "format": 1,
+        "format": 2,
         "kgen": kgen.__version__,
         "source": {"file": Path(job.module.path).name, "sha256": job.source_hash},
         "compilers": {},
@@ -219,7 +224,7 @@ def _compiler(backend: str) -> str:
 def kernel_entry(target: Target) -> Manifest:
     """What all backends of a kernel share: signature, specialisation, and what is assumed of a call."""
     kernel, variant = target.kernel, target.layout.variant
-    known = eject.known_dims(target)
+    known = known_dims(target)
     present = {t.name for t in kernel.tensors}
     return {
         "signature": eject.signature_text(kernel),
@@ -243,7 +248,7 @@ def kernel_entry(target: Target) -> Manifest:
         "dims": {
             "compiled": {d: known[d] for d in kernel.dims if d in known},
             "run_time": [d for d in kernel.dims if d not in known],
-            "derived": {d: str(p) for d, p in eject.derived_dims(target).items()},
+            "derived": {d: str(p) for d, p in derived_dims(target).items()},
             "multiples": {d: n for d, n in variant.multiples if n > 1},
             "tuned_for": {d: target.layout.dims[d] for d in kernel.dims},
         },
@@ -253,19 +258,49 @@ def kernel_entry(target: Target) -> Manifest:
     }
 
 
-def backend_entry(target: Target, program: Program, file: str, text: str) -> Manifest:
-    """How the kernel of one backend is launched. `file` holds `text`, the ejected source."""
+def backend_entry(target: Target, programs: Sequence[Program], file: str, text: str) -> Manifest:
+    """How the kernel is launched on one backend, in how many launches. `file` holds `text`, the ejected source."""
+    first = programs[0]
+    whole = replace(first, then=tuple(programs[1:]))
+    out: Manifest = {"file": file, "sha256": _sha256(text)}
+    if first.backend == "triton":
+        out["host_function"] = f"launch_{first.entry}"
+    if first.stage is not None:
+        out["shares"] = [
+            {
+                "dim": s.dim,
+                "programs": s.text(device_word(target)),
+                "multiprocessors": device_word(target),
+                "most": s.steps.text(),
+                "programs_per_multiprocessor": s.resident,
+            }
+            for s in shares(target, whole)
+        ]
+        out["workspaces"] = [
+            {
+                "name": w.tensor.name,
+                "dtype": str(w.tensor.dtype),
+                "shape": [str(p) for p in w.shape],
+                "bytes": str(w.bytes),
+                "zeroed": w.zeroed,
+            }
+            for w in workspaces(target, whole)
+        ]
+    out["launches"] = [launch_entry(target, p) for p in programs]
+    return out
+
+
+def launch_entry(target: Target, program: Program) -> Manifest:
+    """One launch: the kernel's name in the binary, its grid, its arguments in order."""
     s = program.schedule
     out: Manifest = {
-        "file": file,
-        "sha256": _sha256(text),
         "entry": program.entry,
-        "grid": eject.grid_formula(target, program),
+        "grid": grid(target, program).text(),
         "block": s.threads,
         "arguments": [
             {"kind": a.kind, "name": a.name, "dtype": str(a.dtype)}
             | ({"axis": a.axis} if a.kind == "stride" else {})
-            | {"meaning": eject.argument_text(target, a)}
+            | {"meaning": eject.argument_text(target, program, a)}
             for a in program.args
         ],
         "schedule": {
@@ -275,7 +310,6 @@ def backend_entry(target: Target, program: Program, file: str, text: str) -> Man
         "binaries": {},
     }  # fmt: skip
     if program.backend == "triton":
-        out["host_function"] = f"launch_{program.entry}"
         out["num_warps"] = s.threads // 32
         del out["schedule"]["vector"]
     return out

@@ -120,9 +120,11 @@ def _with_progress(tasks: list[Job], jobs: int, quiet: bool) -> dict[Path, dict[
 
 def _summary(place: Path, name: str, entry: dict[str, Any]) -> None:
     """One line for each binary of a kernel."""
-    for backend, made in entry["backends"].items():
-        for arch, figures in made["binaries"].items():
+    for backend, launch in ((b, la) for b, made in entry["backends"].items() for la in made["launches"]):
+        several = len(entry["backends"][backend]["launches"]) > 1
+        kernel = f"{name} ({launch['entry']})" if several else name
+        for arch, figures in launch["binaries"].items():
             spill = f", {figures['local_bytes']} bytes of local memory" if figures["local_bytes"] else ""
             shared = f", {figures['shared_bytes']} bytes shared" if figures["shared_bytes"] else ""
             used = f"{figures['registers']} registers{shared}{spill}"
-            out().print(f"{place / figures['cubin']}: {name}, {backend}, {arch}, {used}", markup=False)
+            out().print(f"{place / figures['cubin']}: {kernel}, {backend}, {arch}, {used}", markup=False)

@@ -1,0 +1,171 @@
+"""The launches of a kernel in formulas: grids, shares of sums and workspaces, for someone who has no kgen.
+
+What `kgen.codegen.abi` and `kgen.runtime.stages` compute for the sizes of one call, here in terms of the dimensions
+that are not compiled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from kgen.codegen.names import fresh, taken_names
+from kgen.codegen.program import Program, Stage
+from kgen.dsl import ir
+from kgen.dsl.affine import Poly
+from kgen.runtime.ahead import Target
+
+Spell = Callable[[Poly], str]
+
+
+def known_dims(target: Target) -> dict[str, int]:
+    """Sizes that are compiled in: dimensions of the variant and const integers."""
+    consts = {n: int(v) for n, v in target.kernel.consts if isinstance(v, int) and not isinstance(v, bool)}
+    return consts | dict(target.layout.variant.dims)
+
+
+def derived_dims(target: Target) -> dict[str, Poly]:
+    """Sizes of merged indices, in terms of the signature's dimensions that are not compiled in."""
+    known = known_dims(target)
+    out: dict[str, Poly] = {}
+    for m in target.merges:
+        out[m.dim] = m.extent.substitute(known | out)
+    return out
+
+
+def points(target: Target) -> Poly:
+    """The number of rows: the product of the parallel extents, in dimensions that are not compiled in."""
+    return _product(target, target.layout.kernel.parallel)
+
+
+def _product(target: Target, axes: Iterable[ir.Axis]) -> Poly:
+    extents = (a.extent.substitute(known_dims(target) | derived_dims(target)) for a in axes)
+    return prod(extents, start=Poly.const(1))
+
+
+@dataclass(frozen=True)
+class Count:
+    """`ceil(of / per)`."""
+
+    of: Poly
+    per: int = 1
+
+    @property
+    def constant(self) -> int | None:
+        """The number, where it does not depend on a call."""
+        return -(-self.of.constant // self.per) if self.of.is_constant else None
+
+    def text(self, spell: Spell = str, ceil: str = "ceil({} / {})") -> str:
+        """The number as an expression; `spell` writes a polynomial, `ceil` has places for dividend and divisor."""
+        if self.constant is not None:
+            return str(self.constant)
+        return spell(self.of) if self.per == 1 else ceil.format(spell(self.of), self.per)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Among how many programs a sum is shared out: the run-time dimension `dim`.
+
+    steps: the loop over all summed points has so many, and no more programs have work. blocks: programs that each share
+    takes, for the elements that are kept. resident: programs that a multiprocessor holds at a time.
+    """
+
+    dim: str
+    steps: Count
+    blocks: Count
+    resident: int
+
+    def text(self, multiprocessors: str, spell: Spell = str, ceil: str = "ceil({} / {})", floor: str = "//") -> str:
+        """As many as fill the device: `max(1, min(8 * multiprocessors, ceil(M / 8)))`."""
+        most = f"{self.resident} * {multiprocessors}"
+        if self.blocks.constant is None:
+            most += f" {floor} max(1, {self.blocks.text(spell, ceil)})"
+        elif self.blocks.constant > 1:
+            most += f" {floor} {self.blocks.constant}"
+        return f"max(1, min({most}, {self.steps.text(spell, ceil)}))"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The number of programs of a launch: `blocks`, times the shares where it makes partial sums."""
+
+    blocks: Count
+    split: str | None = None
+
+    @property
+    def constant(self) -> int | None:
+        """The number, where it does not depend on a call."""
+        return self.blocks.constant if self.split is None else None
+
+    def text(self, spell: Spell = str, ceil: str = "ceil({} / {})", split: str | None = None) -> str:
+        """The number as an expression; `split` is how the number of shares is spelled."""
+        own = self.blocks.text(spell, ceil)
+        if self.split is None:
+            return own
+        name = split or self.split
+        if own == "1":
+            return name
+        many = self.blocks.constant is None and self.blocks.per == 1 and len(self.blocks.of.terms) > 1
+        return f"{name} * ({own})" if many else f"{name} * {own}"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A contiguous tensor that the launches share; `zeroed`: it must be zero before the first."""
+
+    tensor: ir.Tensor
+    shape: tuple[Poly, ...]
+    zeroed: bool
+
+    @property
+    def bytes(self) -> Poly:
+        """Its size in bytes."""
+        return prod(self.shape, start=Poly.const(self.tensor.dtype.itemsize))
+
+
+def grid(target: Target, program: Program) -> Grid:
+    """How many programs a launch of `target` has."""
+    stage = program.stage
+    if stage is None:
+        return Grid(Count(points(target), program.schedule.rows))
+    return Grid(_blocks(target, program, stage), stage.sums.dim if stage.sums.split is not None else None)
+
+
+def _blocks(target: Target, program: Program, stage: Stage) -> Count:
+    if stage.sums.columns:
+        return Count(_product(target, stage.sums.row_axes(stage.kernel)), program.schedule.rows)
+    return Count(_product(target, stage.sums.block_axes(stage.kernel)))
+
+
+def shares(target: Target, program: Program) -> list[Share]:
+    """The numbers that a caller chooses before the first launch, in order of the launches."""
+    out: list[Share] = []
+    for p in program.launches:
+        if p.stage is not None and p.stage.sums.split is not None:
+            sums = p.stage.sums
+            over = _product(target, sums.over_axes(p.stage.kernel))
+            steps = Count(over) if sums.columns else Count(over, p.schedule.rows)
+            out.append(Share(sums.dim, steps, _blocks(target, p, p.stage), sums.blocks))
+    return out
+
+
+def device_word(target: Target) -> str:
+    """What the formulas of `target` call the number of multiprocessors: no name of the kernel is called so."""
+    return fresh("multiprocessors", taken_names(target.kernel) | taken_names(target.layout.kernel))
+
+
+def multiprocessors(program: Program) -> int:
+    """Those of the device that the schedules of a kernel with sums were chosen for."""
+    assert program.stage is not None  # has sums
+    return program.schedule.programs // program.stage.sums.blocks
+
+
+def workspaces(target: Target, program: Program) -> list[Workspace]:
+    """What is allocated for a call, in the order of the arguments."""
+    if program.stage is None:
+        return []
+    sizes: Mapping[str, Poly | int] = known_dims(target) | derived_dims(target)
+    zeroed = {name for p in program.launches if p.stage is not None for name in p.stage.sums.zeroed}
+    own = program.stage.kernel.tensors[len(target.layout.kernel.tensors) :]
+    return [Workspace(t, tuple(p.substitute(sizes) for p in t.shape), t.name in zeroed) for t in own]
