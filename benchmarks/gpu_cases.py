@@ -26,7 +26,7 @@ import unplanned_cases  # noqa: E402  # pyright: ignore[reportMissingImports]  #
 
 import kgen  # noqa: E402
 from kgen.dsl.check import TensorParam  # noqa: E402
-from kgen.dsl.diagnostics import KgenError  # noqa: E402
+from kgen.dsl.diagnostics import DslError  # noqa: E402
 from kgen.runtime import autograd  # noqa: E402
 from kgen.runtime.kernel import Kernel  # noqa: E402
 from kgen.runtime.placement import LAYOUTS as PLACED  # noqa: E402
@@ -165,8 +165,8 @@ def derivable(target: Target) -> dict[str, str]:
             try:
                 autograd.training(kernel, values, (i,))
                 found[p.name] = ""
-            except KgenError as error:
-                found[p.name] = str(error).split("[")[-1][:5]
+            except DslError as error:
+                found[p.name] = error.diagnostics[0].code
     return found
 
 

@@ -138,7 +138,7 @@ def main() -> int:
     finally:
         pool.close()
     seconds = time.time() - began
-    (o.out / "gpu-results.md").write_text(page(facts, records, queue, begun, timed, seconds))
+    (o.out / "gpu-results.md").write_text(page(facts, records, queue, begun, timed, seconds, limit))
     kept = [r for r in records if r["status"] not in ("ok", "skipped")]
     summary = [dict(zip(HEAD, row, strict=True)) for row in table(records)]
     (o.out / "gpu-results.json").write_text(

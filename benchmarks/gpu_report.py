@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
+import textwrap
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import gpu_cases as cases
@@ -30,12 +33,14 @@ def machine(device: torch.device, commit: str) -> Record:
         from cupy_backends.cuda.api import runtime  # pyright: ignore[reportAttributeAccessIssue]  # made at import
         from cupy_backends.cuda.libs import nvrtc
 
-        facts["driver (CUDA)"] = runtime.driverGetVersion()
-        facts["NVRTC"] = ".".join(map(str, nvrtc.getVersion()))
         try:
-            facts["driver"] = Path("/proc/driver/nvidia/version").read_text().split("\n")[0]
+            told = Path("/proc/driver/nvidia/version").read_text()
         except OSError:
-            facts["driver"] = "not told"
+            told = ""
+        number = re.search(r"\d+\.\d+(\.\d+)?", told)
+        version = runtime.driverGetVersion()
+        facts["driver"] = f"{number[0] if number else 'not told'}, CUDA {version // 1000}.{version % 1000 // 10}"
+        facts["NVRTC"] = ".".join(map(str, nvrtc.getVersion()))
     else:
         facts["device"] = "CPU: host executor and Triton interpreter"
     return facts
@@ -46,17 +51,20 @@ HEAD = [
     "kernel", "backend", "forward ok", "gradient ok", "wrong", "crashed", "refused", "worst forward", "worst gradient",
     "free",
 ]  # fmt: skip
+BAD = ("wrong", "crashed", "check failed")
+STATUSES = ("ok", "refused", *BAD)
 
-GRADIENTS = (
-    "A gradient call is the training form with what it saves, the derived backward on that, and the same through "
-    "autograd, which must give the same bits; in f32 at middling widths it is also held against torch's "
-    "derivative of a formula. Layouts of gradients are those of the inputs, with those of the gradients that come"
-    " in (`scalar`: of a sum)."
+WHAT = (
+    "Each call is held against float64 under a derived bound (`codegen/tolerance.py`), and what surrounds inputs and "
+    "outputs in memory must not change. A gradient call is the training form with what it saves, the derived backward "
+    "on that, and the same through autograd, which must give the same bits; in f32 at middling widths it is also held "
+    "against torch's derivative of a formula. Layouts of gradients are those of the inputs, with those of the "
+    "gradients that come in (`scalar`: of a sum)."
 )
 COLUMNS = (
-    "`worst` is the largest error over its bound of the calls that passed: a 16-bit output that rounds to nearest"
-    " reaches 1. `free` elements have no bound (an overflow or a NaN on the way). A refusal is a KgenError that "
-    "says what cannot be done."
+    "Counts are calls; where the backend is `both`, each has these numbers. `worst` is the largest error over its "
+    "bound of the calls that passed: an output that rounds to nearest reaches 1. `free` elements have no bound (an "
+    "overflow or a NaN on the way). A refusal is an error that says what cannot be done."
 )
 
 
@@ -96,77 +104,214 @@ def not_reached(records: list[Record], queue: list[cases.Task], found: list[case
 
 def failures(records: list[Record]) -> list[Record]:
     """What must not be: wrong values, crashes, and checks that could not be made."""
-    return [r for r in records if r["status"] in ("wrong", "crashed", "check failed")]
+    return [r for r in records if r["status"] in BAD]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Failures of one kernel and direction, of one kind and with one message but for its numbers."""
+
+    each: tuple[Record, ...]
+
+    @property
+    def title(self) -> str:
+        """Which kernel, direction, backends and dtypes, and how many calls."""
+        first = self.each[0]
+        return f"{first['target']}, {first['direction']}, {self._all('backend')}, {self._all('dtype')}: {self.count}"
+
+    @property
+    def count(self) -> str:
+        """How many calls failed how."""
+        return f"{len(self.each)} {self.each[0]['status']}"
+
+    @property
+    def where(self) -> str:
+        """At which widths and in which layouts."""
+        return f"widths {self._all('width')} ({self._all('layout')})"
+
+    @property
+    def first(self) -> str:
+        """The first of the calls. One whose process ended has no rows."""
+        r = self.each[0]
+        of = f", of {r['of']}" if "of" in r else ""
+        rows = f"[{r['rows']}, {r['width']}]" if r["rows"] >= 0 else f"width {r['width']}"
+        return f"{rows}, {r['backend']}, {r['dtype']}, {r['layout']}, {r['values'] or 'some'} values{of}"
+
+    @property
+    def message(self) -> str:
+        """What the first of them said, on one line."""
+        return " ".join(self.each[0]["message"].split())
+
+    def _all(self, key: str, most: int = 12) -> str:
+        values = sorted({e[key] for e in self.each})
+        return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def grouped(records: list[Record]) -> list[Group]:
+    """The failures, those that are alike together."""
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for r in failures(records):
+        alike = re.sub(r"-?\d[\d.]*(e[-+]?\d+)?", "#", r["message"])
+        groups[r["target"], r["direction"], r["status"], alike].append(r)
+    return [Group(tuple(each)) for each in groups.values()]
 
 
 def listed(records: list[Record], most: int) -> list[str]:
-    """Failures, those of one kernel, direction, backend and kind together with the first of them in full."""
-    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    for r in failures(records):
-        groups[r["target"], r["direction"], r["backend"], r["status"], r["dtype"]].append(r)
-    lines = []
-    for (target, direction, backend, status, dtype), each in groups.items():
-        r = each[0]
-        widths = ", ".join(map(str, sorted({e["width"] for e in each})[:12]))
-        layouts = ", ".join(sorted({e["layout"] for e in each})[:8])
-        of = f" of {r['of']}" if "of" in r else ""
-        lines.append(
-            f"{target}, {direction}, {backend}, {dtype}: {len(each)} {status} at widths {widths} ({layouts}); first "
-            f"[{r['rows']}, {r['width']}] {r['layout']} {r['values']}{of}: {r['message']}"
-        )
-    return lines[:most]
+    """Failures, a line for each group of them with the first in full."""
+    return [f"{g.title} at {g.where}; first {g.first}: {g.message}" for g in grouped(records)[:most]]
 
 
 def page(
-    facts: Record, records: list[Record], queue: list[cases.Task], begun: int, timed: Record | None, seconds: float
-) -> str:
-    """The report in Markdown."""
+    facts: Record, records: list[Record], queue: list[cases.Task], begun: int, timed: Record | None, seconds: float,
+    limit: int,
+) -> str:  # fmt: skip
+    """The report in Markdown. `limit` is the most elements of a tensor."""
     lines = ["# Results on a GPU", "", "Made by `benchmarks/gpu_check.py`.", ""]
     lines += [f"- {k}: {v}" for k, v in facts.items()]
-    lines += ["", "## What ran", ""]
-    lines += [
-        f"{begun} of {len(queue)} combinations of kernel, direction, dtype, width and layouts in {seconds:.0f} s."
-    ]
+    lines += ["", *_counts(records), "", "## Failures", "", *_failures(records)]
+    lines += ["", "## What was run", "", *_run(records, queue, begun, seconds)]
+    lines += ["", "## What was not run", "", *_not_run(records, queue, begun, limit)]
+    if timed:
+        lines += _timing(timed)
+    lines += ["", "## By kernel", "", _wrapped(COLUMNS), "", *_table(HEAD, _merged(table(records)))]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _wrapped(text: str, bullet: bool = False) -> str:
+    first, rest = ("- ", "  ") if bullet else ("", "")
+    return textwrap.fill(
+        text, 120, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _counts(records: list[Record]) -> list[str]:
+    """A line for each direction: how many calls ended how."""
+    rows = []
     for direction in cases.DIRECTIONS:
-        mine = [r for r in records if r["direction"] == direction and r["backend"] in BACKENDS]
-        count = Counter(r["status"] for r in mine)
-        rows = ", ".join(map(str, sorted({r["rows"] for r in mine if r["rows"] >= 0})))
-        if mine:
-            lines.append(
-                f"- {direction}: {len(mine)} calls, {', '.join(f'{v} {k}' for k, v in count.items())}; rows {rows}, "
-                f"with {cases.VARIED[direction]} also NaN and infinities, large values and zeros, and a second call "
-                f"that must give the same bits."
+        count = Counter(r["status"] for r in records if r["direction"] == direction and r["status"] in STATUSES)
+        if count:
+            rows.append([direction, str(count.total()), *(str(count[s]) for s in STATUSES)])
+    return _table(["direction", "calls", *STATUSES], rows)
+
+
+def _failures(records: list[Record], most: int = 100) -> list[str]:
+    groups = grouped(records)
+    lines = []
+    for g in groups[:most]:
+        lines.append(f"- **{g.title}**")
+        lines += [f"  - at {g.where}", f"  - first: {g.first}", f"  - ``{g.message}``"]
+    if len(groups) > most:
+        lines.append(f"- and {len(groups) - most} other kinds")
+    return lines or ["None."]
+
+
+def _run(records: list[Record], queue: list[cases.Task], begun: int, seconds: float) -> list[str]:
+    ran = [r for r in records if r["status"] != "skipped"]
+    lines = [_wrapped(WHAT), ""]
+    lines.append(
+        _wrapped(
+            f"{begun} of {len(queue)} combinations of kernel, direction, dtype, width and layouts were begun in "
+            f"{seconds:.0f} s. They are drawn by lot: each width of a kernel and direction once before any a second "
+            f"time. Kernels and directions share the time."
+        )
+    )
+    lines.append("")
+    for direction in cases.DIRECTIONS:
+        mine = [r for r in ran if r["direction"] == direction]
+        if not mine:
+            continue
+        pairs = {(t.target, t.width) for t in queue if t.direction == direction}
+        reached = {(r["target"], r["width"]) for r in mine}
+
+        def values(key: str, of: list[Record] = mine) -> str:
+            return ", ".join(map(str, sorted({r[key] for r in of if r["rows"] >= 0})))
+
+        layouts = ", ".join(sorted({part for r in mine for part in r["layout"].split("/")}))
+        lines.append(
+            _wrapped(
+                f"{direction}: {len(reached)} of {len(pairs)} pairs of a kernel and a width; widths {values('width')}; "
+                f"rows {values('rows')}, of which {cases.VARIED[direction]} also with NaN and infinities, large values "
+                f"and zeros, and with a second call that must give the same bits; dtypes {values('dtype')}; layouts "
+                f"{layouts}.",
+                bullet=True,
             )
-    lines += ["", GRADIENTS, ""]
-    lines += [f"Widths: {', '.join(str(w) for w in sorted({r['width'] for r in records}))}."]
-    lines += [f"Layouts: {', '.join(sorted({part for r in records for part in r['layout'].split('/')}))}."]
-    lines += [f"Dtypes: {', '.join(sorted({r['dtype'] for r in records}))}.", "", COLUMNS, ""]
-    lines += ["| " + " | ".join(HEAD) + " |", "| " + " | ".join("---" for _ in HEAD) + " |"]
-    lines += ["| " + " | ".join(row) + " |" for row in table(records)]
-    skipped: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-    for r in records:
-        if r["status"] == "skipped":
-            skipped[r["target"], r["direction"]][r["rows"]] += 1
+        )
+    return lines
+
+
+def _not_run(records: list[Record], queue: list[cases.Task], begun: int, limit: int) -> list[str]:
     found = cases.targets()
-    lines += ["", "## What was not run", "", f"- {len(queue) - begun} combinations for lack of time."]
+    lines = [f"- {len(queue) - begun} combinations for lack of time."]
     lines += [f"- Not one call was right: {what}." for what in not_reached(records, queue, found)]
-    lines += [
-        f"- {t}, {d}: calls that pass the limit of elements, "
-        + ", ".join(f"{n} of {m} rows" for m, n in sorted(c.items()))
-        for (t, d), c in sorted(skipped.items())
-    ]
-    lines += [
-        f"- {t.name}: no gradient of " + ", ".join(f"{n} ({code})" for n, code in cases.derivable(t).items() if code)
-        for t in (found[i] for i in sorted({t.target for t in queue}))
-        if any(cases.derivable(t).values())
-    ]
+    skipped = [r for r in records if r["status"] == "skipped"]
+    if skipped:
+        later, on_cpu = min(limit, cases.LATER_MAX_ELEMENTS), min(limit, cases.CPU_MAX_ELEMENTS)
+        by_rows = [
+            f"{d}, " + ", ".join(f"{n} of {m} rows" for m, n in sorted(count.items()))
+            for d in cases.DIRECTIONS
+            if (count := Counter(r["rows"] for r in skipped if r["direction"] == d))
+        ]
+        lines.append(
+            _wrapped(
+                f"{len(skipped)} calls whose largest tensor would have had more elements than {limit} (forward, first "
+                f"combination of a kernel and width), {later} (all others) or {on_cpu} (cases of the tests, whose "
+                f"arguments are made on the CPU): {'; '.join(by_rows)}.",
+                bullet=True,
+            )
+        )
+    for t in (found[i] for i in sorted({t.target for t in queue})):
+        if codes := {n: code for n, code in cases.derivable(t).items() if code}:  # of docs/errors.md
+            named = ", ".join(f"`{n}` ({code})" for n, code in codes.items())
+            lines.append(f"- {t.name}: no gradient is derived of {named}.")
     refused = Counter(
         (r["target"], r["direction"], r["backend"], r["message"][:200]) for r in records if r["status"] == "refused"
     )
-    lines += ["", "## Refused", ""] + [f"- {t}, {d}, {b} ({n}): {m}" for (t, d, b, m), n in sorted(refused.items())]
-    bad = [f"- {line}" for line in listed(records, 200)]
-    lines += ["", "## Wrong", "", *(bad or ["None."])]
-    return "\n".join([*lines, *(_timing(timed) if timed else [])]) + "\n"
+    lines += [f"- Refused: {t}, {d}, {b} ({n} calls): {m}" for (t, d, b, m), n in sorted(refused.items())]
+    if gaps := _gaps(records, queue, found):
+        said = (
+            "What was not run even once, for lack of time, or, of rows, because they pass the limit at every width run:"
+        )
+        lines += ["", said, "", *_table(["kernel", "direction", "widths", "rows"], gaps)]
+    return lines
+
+
+def _gaps(records: list[Record], queue: list[cases.Task], found: list[cases.Target]) -> list[list[str]]:
+    """Kernel, direction, and the widths and row counts of them that were asked for and never run."""
+    ran: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    asked: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for t in queue:
+        asked[found[t.target].name, t.direction, "width"].add(t.width)
+    for r in records:
+        key = r["target"], r["direction"]
+        asked[*key, "rows"].add(r["rows"])
+        if r["status"] != "skipped":
+            ran[*key, "rows"].add(r["rows"])
+            ran[*key, "width"].add(r["width"])
+    lines = []
+    for name, direction in dict.fromkeys((found[t.target].name, t.direction) for t in sorted(queue, key=_place)):
+        missing = [asked[name, direction, what] - ran[name, direction, what] for what in ("width", "rows")]
+        if any(missing):
+            lines.append([name, direction, *(", ".join(map(str, sorted(m))) for m in missing)])
+    return lines
+
+
+def _place(task: cases.Task) -> tuple[int, str]:
+    return task.target, task.direction
+
+
+def _merged(rows: list[list[str]]) -> list[list[str]]:
+    """Lines of the table, the backends of a kernel on one where their numbers are the same."""
+    out: list[list[str]] = []
+    for row in rows:
+        if out and out[-1][0] == row[0] and out[-1][2:] == row[2:]:
+            out[-1] = [row[0], "both", *row[2:]]
+        else:
+            out.append(row)
+    return out
 
 
 def _timing(timed: Record) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -137,7 +138,9 @@ def test_broken_code_is_found(mistake: str, name: str) -> None:
         found = records(name, rows=(5,), width=31)
     assert {r["backend"] for r in found if r["status"] in ("wrong", "crashed")} == {"cuda", "triton"}, found
     assert len(gpu_report.failures(found)) == 2
-    assert gpu_report.listed(found, 9)[0].startswith(f"{name}, gradient, cuda, f32: 1 wrong at widths 31")
+    told = gpu_report.listed(found, 9)
+    assert all(re.match(rf"{name}, gradient, (cuda|triton|cuda, triton), f32: [12] \w+ at widths 31 ", t) for t in told)
+    assert sum(len(g.each) for g in gpu_report.grouped(found)) == 2
 
 
 @needs_backends
@@ -183,6 +186,53 @@ def test_kernels_share_the_time() -> None:
     spent = {key: g.spent / g.weight for key, g in shares.groups.items()}
     assert len(spent) == 8
     assert max(spent.values()) - min(spent.values()) <= 3 * 3.0
+
+
+def test_the_page_says_what_failed_and_what_was_not_run() -> None:
+    found = cases.targets()
+    widths = {cases.FORWARD: (7, 33), cases.GRADIENT: (8, 31)}
+    queue = cases.tasks(found, {"softmax", "two_gathers"}, widths, 0)
+
+    def record(direction: str, status: str, **fields: Any) -> dict[str, Any]:
+        base = {"target": "softmax", "direction": direction, "dtype": "f32", "width": 7, "layout": "offset", "rows": 5}
+        base |= {"values": "normal", "backend": "cuda", "status": status, "ratio": 0.5, "message": "", "free": 0}
+        return base | {"total": 35} | fields
+
+    each = [record(cases.FORWARD, "ok", backend=b) for b in gpu_calls.BACKENDS]
+    off = "y at [{}, 2]: got 1.5e+03, expected -2.0; the error is {} times the bound"
+    each += [
+        record(cases.GRADIENT, "wrong", width=8, layout="offset/scalar", dtype=d, of="x", message=off.format(i, 3.25))
+        for i, d in enumerate(("f32", "bf16"))
+    ]
+    each += [record(cases.FORWARD, "crashed", backend="both", rows=-1, message="the process ended")]
+    each += [record(cases.FORWARD, "skipped", backend="both", rows=65537), record(cases.FORWARD, "blame")]
+    text = gpu_report.page({"device": "a device"}, each, queue, 5, None, 60.0, 1 << 27)
+    lines = text.split("\n")
+    assert "| direction | calls | ok | refused | wrong | crashed | check failed |" in lines
+    assert "| forward | 3 | 2 | 0 | 0 | 1 | 0 |" in lines and "| gradient | 2 | 0 | 0 | 2 | 0 | 0 |" in lines
+    # Two that differ in numbers and dtype are one failure, with the first in full.
+    at = lines.index("- **softmax, gradient, cuda, bf16, f32: 2 wrong**")
+    assert lines[at + 1 : at + 4] == [
+        "  - at widths 8 (offset/scalar)",
+        "  - first: [5, 8], cuda, f32, offset/scalar, normal values, of x",
+        f"  - ``{off.format(0, 3.25)}``",
+    ]
+    assert "  - first: width 7, both, f32, offset, normal values" in lines
+    assert f"- {len(queue) - 5} combinations for lack of time." in lines
+    assert "- Not one call was right: softmax, gradient, triton." in lines
+    assert "forward, 1 of 65537 rows" in text.replace("\n  ", " ")
+    assert "- two_gathers: no gradient is derived of `words` (K0503), `places` (K0503)." in lines
+    gaps = lines[lines.index("| kernel | direction | widths | rows |") + 2 :]
+    assert gaps[:3] == [
+        "| softmax | forward | 33 | 65537 |",
+        "| softmax | gradient | 31 |  |",
+        "| two_gathers | forward | 7, 33 |  |",
+    ]
+    assert "| softmax | both | 1 | 0 | 0 | 0 | 0 | 0.500 |  | 0.0% |" not in lines  # the gradients differ
+    assert max(len(line) for line in lines if not line.startswith(("|", "  - "))) <= 120
+    fine = gpu_report.page({}, each[:2], queue, 5, None, 60.0, 1 << 27).split("\n")
+    assert fine[fine.index("## Failures") + 2] == "None."
+    assert "| softmax | both | 1 | 0 | 0 | 0 | 0 | 0.500 |  | 0.0% |" in fine
 
 
 @pytest.mark.slow
