@@ -25,7 +25,7 @@ from kgen.dsl.check import Signature, TensorParam
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.parser import parse_text
-from kgen.runtime.binding import examine
+from kgen.runtime.binding import examine, no_vmap
 from kgen.runtime.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -223,10 +223,15 @@ def refuse_tangents(kernel: Kernel, values: Sequence[Any]) -> None:
     for i in kernel.tensor_at:
         t = values[i]
         if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise ArgumentError(
-                f"{kernel.name}: argument '{kernel.signature.params[i].name}' carries a tangent, and derivatives in "
-                f"forward mode are not derived; use reverse mode (backward, torch.autograd.grad)"
-            )
+            raise no_forward_mode(kernel.name, f"argument '{kernel.signature.params[i].name}'")
+
+
+def no_forward_mode(kernel: str, what: str) -> ArgumentError:
+    """The error for `what`, which carries a tangent."""
+    return ArgumentError(
+        f"{kernel}: {what} carries a tangent, and derivatives in forward mode are not derived; use reverse mode "
+        f"(backward, torch.autograd.grad)"
+    )
 
 
 class _Call(torch.autograd.Function):
@@ -261,11 +266,11 @@ class _TransformedCall(_Call):
 
     @staticmethod
     def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
-        raise _no_vmap(t)
+        raise no_vmap(t.kernel.name)
 
-
-def _no_vmap(t: Training) -> ArgumentError:
-    return ArgumentError(f"{t.kernel.name}: vmap does not reach into a kernel; pass tensors with a batch dimension")
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise no_forward_mode(ctx.training.kernel.name, "an argument")
 
 
 def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, values: Sequence[Any]) -> Any:
@@ -296,7 +301,11 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
-        raise _no_vmap(t)  # as torch.func.jacrev asks for
+        raise no_vmap(t.kernel.name)  # as torch.func.jacrev asks for
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise no_forward_mode(ctx.name, "an argument of its gradient")
 
 
 def float_output(signature: Signature) -> bool:

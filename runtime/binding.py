@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
 from kgen.codegen.torch_dtypes import FROM_TORCH
 from kgen.dsl.check import ScalarParam, Signature, Specialization, TensorParam
@@ -229,11 +229,23 @@ def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be a dense tensor, got {kind}")
     if value.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be on a CPU or CUDA device, got {value.device}")
-    if plain and (not has_memory(type(value)) or is_functorch_wrapped_tensor(value)):
+    if plain and is_functorch_wrapped_tensor(value):
+        if is_batchedtensor(value):
+            raise no_vmap(kernel)
+        raise ArgumentError(
+            f"{kernel}: argument '{p.name}' belongs to a transform of torch.func, and under torch.no_grad() none "
+            f"reaches into a kernel; pass x.detach() where its gradient is not wanted"
+        )
+    if plain and not has_memory(type(value)):
         raise ArgumentError(
             f"{kernel}: argument '{p.name}' is a {type(value).__name__} that has no memory of its own; "
             f"pass a plain torch.Tensor (for a distributed tensor its local part)"
         )
+
+
+def no_vmap(kernel: str) -> ArgumentError:
+    """The error for a tensor inside torch.func.vmap."""
+    return ArgumentError(f"{kernel}: vmap does not reach into a kernel; pass tensors with a batch dimension")
 
 
 def has_memory(kind: type) -> bool:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kgen.codegen.shapes import ShapeError, bind_dims, constants, full_shape, leading_shapes
 from kgen.codegen.torch_dtypes import TORCH
@@ -115,13 +116,16 @@ class Kernel:
 
             return library.call(self, values, outs, backend)
         choice = registry.requested(backend)
-        if torch.is_grad_enabled() and (wanted := autograd.requiring(self, values)):
-            if outs is not None or self.inout_at:
-                autograd.refuse(self, values, wanted, outs)
-            else:
-                if check:
-                    self._check(values, None)
-                return autograd.record(self, values, wanted, choice, like)
+        if torch.is_grad_enabled():
+            if wanted := autograd.requiring(self, values):
+                if outs is not None or self.inout_at:
+                    autograd.refuse(self, values, wanted, outs)
+                else:
+                    if check:
+                        self._check(values, None)
+                    return autograd.record(self, values, wanted, choice, like)
+        elif forward_ad._current_level >= 0 and self.has_float_output:  # torch.no_grad() stops no tangent
+            autograd.refuse_tangents(self, values)
         addresses: list[int] = []
         try:
             key = self._key(values, outs, like, choice, addresses)

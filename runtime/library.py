@@ -18,6 +18,8 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from kgen.codegen.shapes import bind_dims, constants, full_shape, leading_shapes
 from kgen.codegen.torch_dtypes import TORCH
@@ -25,6 +27,7 @@ from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.runtime import autograd, registry
 from kgen.runtime.binding import examine
+from kgen.runtime.errors import ArgumentError
 from kgen.runtime.kernel import Kernel, by_serial
 from kgen.runtime.loading import load_packaged
 
@@ -41,6 +44,7 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
     The backend is the one asked for now, at trace time; which gradients are computed is fixed too, by which inputs
     require grad.
     """
+    _refuse_transforms(kernel.serial)
     choice = _choice(backend)
     wanted: tuple[int, ...] = ()
     if torch.is_grad_enabled():
@@ -97,6 +101,23 @@ def _put_on_shelf(file: str, name: str) -> str:
 @torch.compiler.assume_constant_result
 def _choice(backend: str | None) -> str:
     return registry.requested(backend)
+
+
+@torch.compiler.assume_constant_result
+def _refuse_transforms(serial: str) -> None:
+    """Raise inside transforms of torch.func that are traced, as operators of torch.library have none of their rules:
+    in forward mode their tangents would be zero. A trace guards which transforms it is inside."""
+    kernel = by_serial(serial)
+    if not kernel.has_float_output:
+        return
+    if forward_ad._current_level >= 0:
+        raise autograd.no_forward_mode(kernel.name, "an argument")
+    inside = peek_interpreter_stack()
+    if inside is not None and inside.key() == TransformType.Grad:
+        raise ArgumentError(
+            f"{kernel.name}: torch.compile cannot trace torch.func.grad and vjp of it; compile the function itself, as "
+            f"in torch.func.grad(torch.compile(f)), or differentiate it with backward or torch.autograd.grad"
+        )
 
 
 @torch.compiler.assume_constant_result
