@@ -38,20 +38,21 @@ def choose(
     num_sms: int = 132,
     rows_hint: int | None = None,
     sums: Sums | None = None,
+    leaves: bool = False,
 ) -> Schedule:
     """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`).
 
     `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
-    `sums`: how its sums over programs are spread, if it has any.
+    `sums`: how its sums over programs are spread, if it has any. `leaves`: whether programs may have nothing to do.
     """
     if sums is not None and sums.split is None and kernel.tiles:
         return _block_finish(kernel, backend)
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
-        schedule = _triton_row(kernel) if kernel.tiles else _triton_flat()
+        schedule = _triton_row(kernel) if kernel.tiles else _triton_flat(leaves)
     else:
-        schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant)
+        schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
     return schedule if rows_hint is None or sums is not None else _spread(kernel, schedule, backend, rows_hint, num_sms)
 
 
@@ -106,10 +107,10 @@ def _block_finish(kernel: ir.Kernel, backend: str) -> Schedule:
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 
-def _cuda_flat(kernel: ir.Kernel, variant: Variant) -> Schedule:
+def _cuda_flat(kernel: ir.Kernel, variant: Variant, leaves: bool) -> Schedule:
     vector = vector_limit(kernel, variant, kernel.parallel[-1].name) if kernel.parallel else 1
     loaded = {a.tensor.name: a.tensor.dtype.itemsize for a in accesses(kernel) if a.tensor.role != "out"}
-    slots = ladders.FLAT_SLOTS[vector * sum(loaded.values())]
+    slots = ladders.LEAVING_SLOTS if leaves else ladders.FLAT_SLOTS[vector * sum(loaded.values())]
     threads = ladders.FLAT_THREADS
     return Schedule(threads, threads * vector * slots, vector, name="flat")
 
@@ -307,8 +308,12 @@ def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses
 # ---- Triton --------------------------------------------------------------------------------------------------------
 
 
-def _triton_flat() -> Schedule:
-    return Schedule(32 * ladders.TRITON_FLAT_WARPS, ladders.TRITON_FLAT_ROWS, name="flat")
+def _triton_flat(leaves: bool) -> Schedule:
+    threads = 32 * ladders.TRITON_FLAT_WARPS
+    if leaves:
+        # As many elements a thread as on CUDA, of 2 bytes.
+        return Schedule(threads, threads * 8 * ladders.LEAVING_SLOTS, name="flat")
+    return Schedule(threads, ladders.TRITON_FLAT_ROWS, name="flat")
 
 
 def _triton_row(kernel: ir.Kernel) -> Schedule:

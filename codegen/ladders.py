@@ -30,6 +30,9 @@ FLAT_THREADS = 256
 # (29 KB a multiprocessor are needed, 2048 threads of 16 bytes are 32 KB), so a single narrow input takes two.
 FLAT_SLOTS = Ladder(((16, 2), (INF, 1)))
 
+# Flat kernels that are left at once where there is nothing to do: programs are then all that costs, so they are larger.
+LEAVING_SLOTS = 8
+
 # Row kernels: threads a row by bytes of the widest row. 16384x1024 to 4096x16384 run at 97-99 % with these; one warp a
 # row at 8 KB did not pay.
 ROW_THREADS = Ladder(((2 << 10, 32), (8 << 10, 128), (16 << 10, 256), (32 << 10, 512), (INF, 1024)))

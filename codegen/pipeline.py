@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
+from kgen.codegen.idle import idle
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
@@ -49,9 +50,14 @@ def schedule_kernel(
 
 def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, override: Schedule | None) -> Scheduled:
     kernel, variant, sums = narrow(stage.kernel), stage.variant, stage.sums
+    leaves = idle(kernel)
+    if leaves is not None:
+        kernel = leaves.kernel
     if backend == "cuda":
         kernel = pair(kernel)
-    schedule = override or choose(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, sums=sums)
+    schedule = override or choose(
+        kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, sums=sums, leaves=leaves is not None
+    )
     if backend == "triton" and schedule.rows == 1:  # of a block that is whole the maximum is at hand
         for axis, chunk in schedule.chunks:
             if chunk < kernel.axis(axis).extent.constant:
@@ -64,6 +70,8 @@ def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, 
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks), schedule)
         steps = steps_of(kernel, schedule)
     refuse_oversize(kernel, variant, backend, schedule, steps)
+    if leaves is not None:
+        steps = leaves.steps(steps)
     return Scheduled(kernel, variant, schedule, steps, barriers(kernel, digits(kernel, variant)), sums)
 
 

@@ -120,7 +120,15 @@ class Loop:
     body: tuple[ir.Stmt, ...]
 
 
-Step = Straight | Loop
+@dataclass(frozen=True)
+class Leave:
+    """The program ends here if `condition`, which is the same in all programs, holds."""
+
+    condition: ir.Expr
+    body: tuple[ir.Stmt, ...] = ()
+
+
+Step = Straight | Loop | Leave
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,10 @@ class _Language:
         class Tensor(tl.tensor):
             """A block or scalar whose operators know the builder without being told."""
 
+            def __bool__(self) -> bool:
+                # The condition of an `if` is a scalar; Triton's own code asks whether an optional block is there.
+                return self.type.is_block() or bool(self.handle.data.item())
+
         self.tensor = Tensor
         semantic_class: Any = type("Semantic", (TritonSemantic,), {"tensor": Tensor})
         self._semantic = semantic_class(self.builder)

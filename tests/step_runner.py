@@ -9,7 +9,7 @@ import torch
 
 from kgen.codegen.execute import ScalarValue
 from kgen.codegen.interpret import Interpreter, reduce_tensor
-from kgen.codegen.schedule import Finish, Loop, Partial, Scheduled
+from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled
 from kgen.codegen.space import blocks
 from kgen.dsl import ir
 
@@ -30,7 +30,10 @@ class StepRunner(Interpreter):
         for block in blocks(self.kernel, self.dims, self.device, self.max_elements):
             self.block, self.env = block, {}
             for step in self.steps:
-                if isinstance(step, Loop):
+                if isinstance(step, Leave):
+                    if bool(self.eval(step.condition).all()):
+                        break
+                elif isinstance(step, Loop):
                     self._loop(step)
                 else:
                     for s in step.body:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context
+from kgen.codegen.cuda.expr import expression
 from kgen.codegen.cuda.memory import storage_type
 from kgen.codegen.cuda.nests import NestEmitter
 from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
@@ -19,7 +20,7 @@ from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
-from kgen.codegen.schedule import Loop, Scheduled, Step
+from kgen.codegen.schedule import Leave, Loop, Scheduled, Step
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
@@ -115,10 +116,16 @@ class _Emitter:
         for later in self.steps[i + 1 :]:
             own = {s.name for s in later.body if isinstance(s, ir.Let)}
             used |= {n for s in later.body for n in refs(s.value)} - own
+            if isinstance(later, Leave):
+                used |= refs(later.condition)
         return made & used
 
     def _step(self, step: Step, escaping: set[str]) -> None:
         ctx = self.ctx
+        if isinstance(step, Leave):
+            ctx.lines.span = step.condition.span
+            ctx.lines.add(f"if ({expression(step.condition, ctx)}) return;  // what is stored is there already")
+            return
         if not isinstance(step, Loop):
             self._body(step.body, escaping, {})
             return

@@ -12,7 +12,7 @@ from kgen.codegen.abi import kernel_args
 from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
 from kgen.codegen.program import Arg, Program, Stage
-from kgen.codegen.schedule import Finish, Loop, Partial, Scheduled, Sums
+from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Sums
 from kgen.codegen.templating import environment, render
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.expressions import Expressions
@@ -184,7 +184,13 @@ class _Emitter:
         lines: list[_Line] = []
         for step in self.scheduled.steps:
             lanes = MaskedLanes(step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
-            if isinstance(step, Loop):
+            if isinstance(step, Leave):
+                condition = self.expressions.value(step.condition).text
+                lines += [
+                    _Line(f"if {condition}:  # what is stored is there already", step.condition.span),
+                    _Line("    return", step.condition.span),
+                ]
+            elif isinstance(step, Loop):
                 lines += self._loop(step, lanes)
             else:
                 for s in step.body:

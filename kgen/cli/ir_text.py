@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 
-from kgen.codegen.schedule import Loop, Scheduled
+from kgen.codegen.schedule import Leave, Loop, Scheduled
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.source import Span
@@ -68,6 +68,8 @@ def scheduled_text(scheduled: Scheduled) -> str:
         if isinstance(step, Loop):
             out.append(f"for {step.axis} in chunks of {step.chunk}:")
             out += [f"    {line}" for line in _aligned(step.body)]
+        elif isinstance(step, Leave):
+            out.append(f"leave if {expr_text(step.condition)}")
         else:
             out += _aligned(step.body)
     out += [f"# barrier before the first store to {t}" for t in sorted(scheduled.barriers)]
