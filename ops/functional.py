@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,11 @@ def _kernel(file: str, name: str) -> Kernel:
     return _loaded(file, name)
 
 
+def in_words_of_the_caller(error: ArgumentError, **names: str) -> ArgumentError:
+    """`error` with the names of a kernel's arguments, the keys, replaced by those of the function that called it."""
+    return type(error)(re.sub(r"'(\w+)'", lambda m: f"'{names.get(m[1], m[1])}'", str(error)))
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -50,9 +56,12 @@ def rms_norm(
     the mode's own.
     """
     round_first, shift = casting_arguments("rms_norm", weight is not None, casting, offset)
-    return _kernel("rms_norm", "rms_norm")(
-        x, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
-    )
+    try:
+        return _kernel("rms_norm", "rms_norm")(
+            x, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
+        )
+    except ArgumentError as error:
+        raise in_words_of_the_caller(error, w="weight") from None
 
 
 def add_rms_norm(
@@ -72,9 +81,12 @@ def add_rms_norm(
     residual's; the norm is that of the rounded `h`. The other arguments are those of `rms_norm`.
     """
     round_first, shift = casting_arguments("add_rms_norm", weight is not None, casting, offset)
-    return _kernel("add_rms_norm", "add_rms_norm")(
-        x, residual, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
-    )
+    try:
+        return _kernel("add_rms_norm", "add_rms_norm")(
+            x, residual, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
+        )
+    except ArgumentError as error:
+        raise in_words_of_the_caller(error, w="weight") from None
 
 
 def casting_arguments(op: str, weighted: bool, casting: str, offset: float | None) -> tuple[bool, float]:
@@ -101,7 +113,10 @@ def layer_norm(
     x: `[..., N]`; weight, bias: `[N]`, of one dtype. Computed in f32 (f64 for f64), the variance from the deviations.
     Returns `[..., N]` in x's dtype.
     """
-    return _kernel("layer_norm", "layer_norm")(x, weight, bias, eps=eps, backend=backend, out=out)
+    try:
+        return _kernel("layer_norm", "layer_norm")(x, weight, bias, eps=eps, backend=backend, out=out)
+    except ArgumentError as error:
+        raise in_words_of_the_caller(error, w="weight", b="bias") from None
 
 
 def swiglu(

@@ -6,6 +6,8 @@ the tensors and says what they specialise the kernel to; it runs once for each n
 
 from __future__ import annotations
 
+import inspect
+import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +68,36 @@ class Binder:
     def fail(self, problem: str) -> NoReturn:
         """Raise ArgumentError about this kernel."""
         raise ArgumentError(f"{self.signature.name}: {problem}")
+
+
+def python_signature(signature: Signature) -> inspect.Signature | None:
+    """The signature of a kernel as of a Python function: its parameters with their defaults, each annotated as in the
+    file, then those of every call. None where Python has no such name for one of them."""
+    if any(keyword.iskeyword(p.name) for p in signature.params):
+        return None
+    either, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    found = {
+        p.name: inspect.Parameter(
+            p.name, either, default=inspect.Parameter.empty if (d := _default(p)) is _MISSING else d,
+            annotation=_type_text(p),
+        )
+        for p in signature.params
+    }  # fmt: skip
+    for name, default in (("backend", None), ("out", None), ("like", None), ("check", False)):
+        found.setdefault(name, inspect.Parameter(name, named, default=default))
+    outputs = [f"{t.name}: {_type_text(t)}" for t in signature.outputs]
+    # Not validated: an optional tensor may stand in front of an argument that must be given.
+    return inspect.Signature(
+        list(found.values()), return_annotation=f"({', '.join(outputs)})", __validate_parameters__=False
+    )
+
+
+def _type_text(p: TensorParam | ScalarParam) -> str:
+    """What stands behind the colon in the file."""
+    if isinstance(p, ScalarParam):
+        return f"{'const ' if p.const else ''}{p.dtype}"
+    dims = ", ".join(("*" if p.star and i == 0 else "") + str(s) for i, s in enumerate(p.shape))
+    return f"{'inout ' if p.role == 'inout' else ''}{p.dtype}[{dims}]{'?' if p.optional else ''}"
 
 
 _MISSING: Any = object()  # the default of an argument that must be given

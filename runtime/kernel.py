@@ -22,7 +22,7 @@ from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, si
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.runtime import autograd, events, registry
 from kgen.runtime.backends.base import Built, Executor
-from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
+from kgen.runtime.binding import Binder, examine, has_memory, is_fake, python_signature, scalar_converter
 from kgen.runtime.cache import CACHE
 from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.flight import SingleFlight
@@ -60,7 +60,12 @@ class Kernel:
         # What torch.compile knows this object by, as a trace takes text for a constant and guards it, but no object.
         self.serial = f"{name} {next(_serials)}"
         self.name = self.__name__ = name
-        self.__doc__ = declared.doc or f"The kernel `{name}` of {module.path}."
+        doc = declared.doc or f"The kernel `{name}` of {module.path}."
+        shown = python_signature(self.signature)
+        if shown is not None:
+            self.__signature__ = shown
+        # The first line is that of help() on functions without source, which it shows nothing else of.
+        self.__doc__ = doc if shown is None else f"{name}{shown}\n\n{doc}"
         self._binder = Binder(self.signature)
         self.has_float_output = autograd.float_output(self.signature)
         params = self.signature.params

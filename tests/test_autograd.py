@@ -231,9 +231,9 @@ def test_writing_to_given_tensors_records_nothing_and_says_so() -> None:
 
 def test_mistakes_are_told_in_the_words_of_the_kernel() -> None:
     x = leaf(3, 8)
-    with pytest.raises(kgen.KgenError, match=r"^rms_norm: argument 'w' must have shape \[N\]"):
+    with pytest.raises(kgen.KgenError, match=r"^rms_norm: argument 'weight' must have shape \[N\]"):
         ops.rms_norm(x, leaf(7))
-    with pytest.raises(kgen.ArgumentError, match=r"^rms_norm: argument 'w' must be a torch\.Tensor, got a list"):
+    with pytest.raises(kgen.ArgumentError, match=r"^rms_norm: argument 'weight' must be a torch\.Tensor, got a list"):
         ops.rms_norm(x, [1.0])  # pyright: ignore[reportArgumentType]  # the mistake under test
     with pytest.raises(kgen.ArgumentError, match=r"^rms_norm: scalar argument 'eps' must be a number"):
         ops.rms_norm(x, eps="no")  # pyright: ignore[reportArgumentType]  # the mistake under test

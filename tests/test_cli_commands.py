@@ -95,7 +95,7 @@ def test_the_module_runs_as_a_program_without_traceback(here: Path) -> None:
 
 
 def test_an_unexpected_exception_is_one_sentence_and_debug_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: object) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(sys.modules["kgen.cli.check"], "read", broken)

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kgen.cli.app import MISTAKES, err, out, print_json, show_error
-from kgen.cli.files import all_errors, read, sources
+from kgen.cli.app import MISTAKES, UsageError, err, out, print_json, show_error
+from kgen.cli.files import all_errors, chosen, read
 from kgen.dsl.diagnostics import DslError, KgenError
 
 
 def check(
     files: Annotated[
-        list[Path], typer.Argument(help="Files, or folders with .kdsl files below them.", show_default=False)
+        list[str], typer.Argument(metavar="FILE[:KERNEL]|FOLDER...", help="What to check.", show_default=False)
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the mistakes as JSON on standard output.")] = False,
 ) -> None:
     """Check files: grammar, names, index sets, bounds and races, along every compile-time choice.
 
-    Every mistake of every file is reported in one run, each with a code of docs/errors.md. Nothing is compiled.
+    Every mistake of every file is reported in one run, each with a code of docs/errors.md. Nothing is compiled. Where
+    a kernel is named, mistakes in the other kernels and ops of its file are left out.
 
     Examples:
         kgen check ops/
+        kgen check swiglu.kdsl:geglu
         kgen check rms_norm.kdsl --json
     """
-    paths = sources(files)
+    wanted = chosen(files)
+    paths = list(wanted)
     kernels = wrong_files = 0
     mistakes: list[dict[str, object]] = []
     console = err()
     seen: set[str] = set()
     for path in paths:
         try:
-            kernels += len(read(path).module.kernels)
+            names = wanted[path]
+            module = read(path, names).module
+            kernels += len(module.kernels) if names is None else len(names & {k.name for k in module.kernels})
+        except UsageError:
+            raise
         except KgenError as error:
             wrong_files += 1
             if isinstance(error, DslError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from kgen.cli.app import UsageError
@@ -54,12 +55,22 @@ def _similar(path: Path) -> str:
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
-def read(path: Path) -> LoadedModule:
-    """The checked module of the file at `path`. Raises DslError with every mistake, KgenError if it cannot be read."""
+def read(path: Path, names: set[str] | None = None) -> LoadedModule:
+    """The checked module of the file at `path`; of its kernels and ops only `names` are checked, all for None.
+
+    Raises DslError with every mistake, KgenError if it cannot be read, UsageError for a name that is not there.
+    """
     loaded = load(path)
     diagnostics = Diagnostics()
-    check_module(loaded.module, diagnostics)
-    check_ops(source_of(loaded.module), diagnostics)
+    module, source = loaded.module, source_of(loaded.module)
+    if names is not None:
+        ops = {o.name for o in module.ops}
+        kernels = tuple(selected(module, names - ops))
+        backwards = tuple(b for b in module.backwards if b.name in names)
+        module = replace(module, kernels=kernels, backwards=backwards)
+        source = replace(source, ops=tuple(o for o in source.ops if o.name in names))
+    check_module(module, diagnostics)
+    check_ops(source, diagnostics)
     diagnostics.raise_if_errors()
     return loaded
 

@@ -64,6 +64,12 @@ def choices(
     dtypes: dict[str, str] = {}
     for text in _items(dtype):
         var, equals, name = text.partition("=")
+        before = dtypes.get(var.strip(), name.strip()) if equals else everywhere or text
+        if before != (name.strip() if equals else text):
+            raise UsageError(
+                f"--dtype {before},{name.strip() if equals else text}: one kernel is compiled for one dtype; name "
+                f"one, or one for each dtype variable, as in --dtype T=bf16,W=f32"
+            )
         if equals:
             dtypes[var.strip()] = name.strip()
         else:
@@ -112,10 +118,11 @@ def _items(given: list[str] | None) -> list[str]:
 
 
 def _pairs(option: str, form: str, given: list[str] | None) -> list[tuple[str, str]]:
-    out = []
+    out: dict[str, str] = {}
     for text in _items(given):
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip() or not value.strip():
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name or not value:
             raise UsageError(f"{option} {text}: write it as {option} {form}")
-        out.append((name.strip(), value.strip()))
-    return out
+        if out.setdefault(name, value) != value:
+            raise UsageError(f"{option} {name}={value}: {name} is {out[name]} already, and it has one value")
+    return list(out.items())
