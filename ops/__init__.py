@@ -19,6 +19,7 @@ from kgen.ops.functional import (
 )
 from kgen.ops.linear_losses import linear_cross_entropy
 from kgen.ops.losses import cross_entropy, cross_entropy_, kept_weight
+from kgen.ops.parallel_losses import vocab_parallel_linear_cross_entropy
 
 __all__ = [
     "add_rms_norm",
@@ -33,4 +34,5 @@ __all__ = [
     "rope",
     "softmax",
     "swiglu",
+    "vocab_parallel_linear_cross_entropy",
 ]

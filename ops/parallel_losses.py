@@ -1,0 +1,146 @@
+"""Losses whose classes are shared out over the ranks of a process group: tensor parallelism by torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kgen.codegen.host import sizing
+from kgen.ops.functional import _kernel
+from kgen.ops.losses import check_reduction, options_of
+from kgen.runtime.errors import ArgumentError
+from kgen.runtime.host import ranks
+from kgen.runtime.host.op import Options
+
+_NAME = "vocab_parallel_linear_cross_entropy"
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def vocab_parallel_linear_cross_entropy(
+    input: torch.Tensor,
+    weight_shard: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    first_class: int,
+    num_classes: int,
+    group: Any = None,
+    bias_shard: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduce_input_gradient: bool = True,
+    accumulate: str = "auto",
+    workspace_mb: float | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """`linear_cross_entropy` of a weight whose rows are shared out over the ranks of `group`, equal on every rank.
+
+    Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053.
+    input: `[..., H]`, and target: `[...]`, integer labels out of 0 .. num_classes - 1: the same on every rank.
+    weight_shard: `[V, H]`, and bias_shard: `[V]`: this rank's rows first_class .. first_class + V - 1 of the weight and
+    bias, V of its own and at least 1. Together the shards have each of the num_classes classes once; rows for classes
+    from num_classes on are padding: they take no part and get no gradient, but must be finite. input and weight_shard
+    have one dtype, f32, bf16 or f16, or are multiplied in that of autocast. class_weight: `[num_classes]`, of all
+    classes, and token_weight: `[...]`: the same on every rank, neither gets a gradient.
+    A label that is in no shard, or in two, and is not ignore_index, makes the result NaN; nothing waits for the device.
+    reduction: `mean` or `sum`. The other arguments, and the f32 result, are those of `linear_cross_entropy`.
+
+    group: a `torch.distributed.ProcessGroup`; None is the default group. Where torch.distributed is not initialised
+    this process has all shards. All ranks make the same calls with the same arguments but for the shard, with the same
+    gradients wanted and the same KGEN_WORKSPACE_MB, or they wait for each other for ever.
+    Exchanged are, for each chunk of tokens, one f32 and then four of each token, and where the gradient of input is
+    wanted one f32 of each of its elements: gradients are made in the forward pass, and so is all that is exchanged.
+    reduce_input_gradient: False leaves the gradient of input this rank's share of the sum, for a caller that sums the
+    shares itself, as sequence parallelism does in a reduce-scatter.
+    workspace_mb: MiB for the logits of a chunk, as if this rank had an equal share of the classes: ranks must agree.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        raise ArgumentError(f"{_NAME}: ranks meet in the middle of it, which torch.compile does not take")
+    check_reduction(_NAME, reduction)
+    if reduction == "none":
+        raise ArgumentError(f"{_NAME}: reduction must be mean or sum; the losses of single tokens are not implemented")
+    options: dict[str, Any] = options_of(_NAME, label_smoothing, z_loss, softcap)
+    settings = Options.of(_NAME, workspace_mb, accumulate, None)
+    _check(input, weight_shard, target, bias_shard, class_weight, token_weight, first_class, num_classes)
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    elif input.dtype != weight_shard.dtype:
+        raise ArgumentError(
+            f"{_NAME}: input and weight_shard must have one dtype, got {input.dtype} and {weight_shard.dtype}; convert "
+            f"one, or use torch.autocast"
+        )
+    count = ranks.size(ranks.resolved(_NAME, group))
+    chunk = None
+    if count > 1:
+        row = -(-num_classes // count) * input.element_size()
+        chunk = sizing.even(target.numel(), max(1, int(settings.workspace_mb * 2**20 // row)))
+    narrow = input.dtype == torch.float16
+    fixed = None if class_weight is None else class_weight.detach()
+    return _kernel("parallel_linear_cross_entropy", "parallel_linear_cross_entropy")(
+        input,
+        weight_shard,
+        target.long(),
+        bias_shard,
+        fixed,
+        None if fixed is None else fixed.sum(dtype=torch.float32),
+        None if token_weight is None else token_weight.detach().float(),
+        first=first_class,
+        classes=num_classes,
+        ignore_index=ignore_index,
+        averaged=reduction == "mean",
+        narrow=narrow,
+        wide_weight=narrow and weight_shard.dtype == torch.float32,
+        joined=bool(reduce_input_gradient),
+        backend=backend,
+        accumulate=accumulate,
+        workspace_mb=workspace_mb,
+        chunk=chunk,
+        group=group,
+        **options,
+    )
+
+
+def _check(
+    input: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    class_weight: Any,
+    token_weight: Any,
+    first_class: Any,
+    num_classes: Any,
+) -> None:
+    """Raise ArgumentError, in the names of the function, for what does not fit."""
+    for name, t in (("input", input), ("weight_shard", weight), ("target", target)):
+        if not isinstance(t, torch.Tensor):
+            raise ArgumentError(f"{_NAME}: {name} must be a tensor, got a {type(t).__name__}")
+    for name, t in (("input", input), ("weight_shard", weight)):
+        if t.dtype not in _FLOATS:
+            raise ArgumentError(f"{_NAME}: {name} must be f32, bf16 or f16, got {t.dtype}")
+    if input.dim() == 0 or weight.dim() != 2 or weight.shape[1] != input.shape[-1] or weight.shape[0] == 0:
+        raise ArgumentError(
+            f"{_NAME}: input must be [..., H], and weight_shard [V, H] with at least one row, got "
+            f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    if target.dtype not in _LABELS:
+        raise ArgumentError(f"{_NAME}: target must be a tensor of integer labels, got {target.dtype}")
+    for name, n, least in (("first_class", first_class, 0), ("num_classes", num_classes, 1)):
+        if not isinstance(n, int) or isinstance(n, bool) or n < least:
+            raise ArgumentError(f"{_NAME}: {name} must be an integer of at least {least}, got {n!r}")
+    tokens, classes = tuple(input.shape[:-1]), (weight.shape[0],)
+    for name, t, shape in (
+        ("target", target, tokens),
+        ("token_weight", token_weight, tokens),
+        ("bias_shard", bias, classes),
+        ("class_weight", class_weight, (num_classes,)),
+    ):
+        if t is not None and not isinstance(t, torch.Tensor):
+            raise ArgumentError(f"{_NAME}: {name} must be a tensor or None, got a {type(t).__name__}")
+        if t is not None and tuple(t.shape) != shape:
+            raise ArgumentError(f"{_NAME}: {name} must have the shape {shape}, got {tuple(t.shape)}")
