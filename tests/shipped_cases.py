@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from shard_cases import joined_formula, parts_formula, row_formula, shard, sums
 
 Arguments = dict[str, Any]
 Make = Callable[[int, int, torch.dtype, torch.Generator], Arguments]
@@ -208,6 +209,7 @@ _NLL, _LOSS_ = ("cross_entropy.kdsl", "cross_entropy"), ("cross_entropy.kdsl", "
 _ADD, _RMS = ("add_rms_norm.kdsl", "add_rms_norm"), ("rms_norm.kdsl", "rms_norm")
 _LN, _ROPE = ("layer_norm.kdsl", "layer_norm"), ("rope.kdsl", "rope")
 _LINEAR, _MEANS = "fused_linear_cross_entropy.kdsl", ("mass", "count")
+_SHARDS = "parallel_linear_cross_entropy.kdsl"
 _INNER: dict[str, Any] = {"differentiable": False}  # steps of ops, whose gradients the ops have
 # With positions several programs may read one row of a table, and its even and odd columns are read one by one.
 _TABLES = {"constant": ("cos", "sin"), "heads": True}
@@ -286,5 +288,28 @@ SHIPPED: tuple[Shipped, ...] = (
     Shipped(
         "times_both", _LINEAR, "times_both", _matrix("s", "t", name="g", dtype=torch.float32),
         lambda g, s, t: g * (s * t), **_INNER,
+    ),
+    Shipped("shard_row", _SHARDS, "shard_row", shard(), row_formula, **_INNER),
+    Shipped(
+        "shard_row, all options", _SHARDS, "shard_row",
+        shard(padded=True, weighted=True, softcap=5.0, smoothed=True, capped=True), row_formula, **_INNER,
+    ),
+    Shipped(
+        "shard_parts", _SHARDS, "shard_parts", _tokens("own", "top", "total", "here", "label", "all", labels=False),
+        parts_formula, **_INNER,
+    ),
+    Shipped("joined_row", _SHARDS, "joined_row", sums(), joined_formula, **_INNER),
+    Shipped(
+        "joined_row, all options", _SHARDS, "joined_row",
+        sums(weighted=True, label_smoothing=0.1, smoothed=True, z_loss=0.01), joined_formula, **_INNER,
+    ),
+    Shipped("shard_gradients_", _SHARDS, "shard_gradients_", shard(in_place=True), None, **_INNER),
+    Shipped(
+        "shard_gradients_, all options", _SHARDS, "shard_gradients_",
+        shard(padded=True, weighted=True, in_place=True, **_ALL), None, **_INNER,
+    ),
+    Shipped(
+        "times_rounded", _SHARDS, "times_rounded", _matrix("s", name="g", dtype=torch.float32), lambda g, s: g * s,
+        **_INNER,
     ),
 )  # fmt: skip
