@@ -7,6 +7,7 @@ from pathlib import Path
 from kgen.codegen.derive import DERIVE_CODES
 from kgen.dsl.check import check_module
 from kgen.dsl.check.codes import CHECKER_CODES
+from kgen.dsl.check.unused import WARNING_CODES
 from kgen.dsl.codes import IMPORT_CODES, PARSER_CODES, Code
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.host.codes import HOST_CODES
@@ -18,7 +19,8 @@ PAGE = Path(__file__).with_name("errors.md")
 _HEAD = """# Errors
 
 Every mistake in a `.kdsl` file has a code. For each code this page has the smallest file that earns it and the same
-file corrected. `kgen check` prints all mistakes of all files at once:
+file corrected. Codes with W are warnings: `kgen check` prints them, and nothing is refused for them. It prints all
+mistakes of all files at once:
 
 ```
 {example}
@@ -33,6 +35,7 @@ _SECTIONS = (
     ("Bounds, races and in-place updates", PROOF_CODES),
     ("Derivation", DERIVE_CODES),
     ("Host programs", HOST_CODES),
+    ("Warnings", WARNING_CODES),
 )
 _WIDTH = 120
 

@@ -18,7 +18,8 @@ class KgenError(Exception):
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One mistake: a code of `docs/errors.md`, a message, the place, and what to do about it."""
+    """One mistake, or what may be one (a code with W): a code of `docs/errors.md`, a message, the place, and what to do
+    about it."""
 
     code: str
     message: str
@@ -39,7 +40,7 @@ class Diagnostic:
         caret = " " * start + "^" * max(1, stop - start)
         label = f" {self.label}" if self.label else ""
         out = [
-            f"error[{self.code}]: {self.message}",
+            f"{'warning' if self.code.startswith('W') else 'error'}[{self.code}]: {self.message}",
             f"{gutter}--> {span}",
             f"{gutter} |",
             f"{span.line} | {shown}".rstrip(),

@@ -122,9 +122,10 @@ def coloured(text: str, console: Console) -> str:
     for i, line in enumerate(text.split("\n")):
         safe = escape(line)
         head, _, rest = line.partition("|")
-        if i == 0 and line.startswith("error"):
+        if i == 0 and line.startswith(("error", "warning")):
             mark, colon, message = line.partition(":")
-            safe = f"[bold red]{escape(mark)}[/bold red]{colon}[bold]{escape(message)}[/bold]"
+            colour = "bold red" if line.startswith("error") else "bold yellow"
+            safe = f"[{colour}]{escape(mark)}[/{colour}]{colon}[bold]{escape(message)}[/bold]"
         elif rest.lstrip().startswith("^") and not head.strip():
             safe = f"{head}|[red]{escape(rest)}[/red]"
         elif line.lstrip().startswith("= help:"):

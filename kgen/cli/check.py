@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kgen.cli.app import MISTAKES, UsageError, err, out, print_json, show_error
-from kgen.cli.files import all_errors, chosen, read
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.cli.app import MISTAKES, UsageError, coloured, err, out, print_json, show_error
+from kgen.cli.files import as_data, chosen, read
+from kgen.dsl import ast
+from kgen.dsl.check.unused import unused
+from kgen.dsl.diagnostics import Diagnostic, DslError, KgenError
+from kgen.dsl.source import Span
 
 
 def check(
@@ -19,7 +23,8 @@ def check(
 ) -> None:
     """Check files: grammar, names, index sets, bounds and races, along every compile-time choice.
 
-    Every mistake of every file is reported in one run, each with a code of docs/errors.md. Nothing is compiled. Where
+    Every mistake of every file is reported in one run, each with a code of docs/errors.md. Nothing is compiled. Names
+    that nothing uses are warnings (W01xx), which leave the exit code as it is. Where
     a kernel is named, mistakes in the other kernels and ops of its file are left out.
 
     Examples:
@@ -33,10 +38,12 @@ def check(
     mistakes: list[dict[str, object]] = []
     console = err()
     seen: set[str] = set()
+    modules: list[tuple[ast.Module, set[str] | None]] = []
     for path in paths:
         try:
             names = wanted[path]
             module = read(path, names).module
+            modules.append((module, names))
             kernels += len(module.kernels) if names is None else len(names & {k.name for k in module.kernels})
         except UsageError:
             raise
@@ -47,7 +54,7 @@ def check(
                 fresh = [d for d in error.diagnostics if d.render() not in seen]
                 seen |= {d.render() for d in fresh}
                 error = DslError(fresh)
-                mistakes += all_errors(error)
+                mistakes += as_data(error.diagnostics)
                 if not fresh:
                     continue
             else:
@@ -55,14 +62,40 @@ def check(
             if not as_json:
                 show_error(error, console)
                 console.print()
+    warnings = _warnings(modules)
+    if not as_json:
+        for d in warnings:
+            console.print(coloured(d.render(), console))
+            console.print()
+    also = f", {_count(len(warnings), 'warning')}" if warnings else ""
     if as_json:
-        print_json({"files": len(paths), "kernels": kernels, "errors": mistakes})
+        found = {"errors": mistakes, "warnings": as_data(warnings)}
+        print_json({"files": len(paths), "kernels": kernels, **found})
     elif mistakes:
-        console.print(f"{_count(len(mistakes), 'error')} in {wrong_files} of {_count(len(paths), 'file')}")
+        console.print(f"{_count(len(mistakes), 'error')} in {wrong_files} of {_count(len(paths), 'file')}{also}")
     else:
-        out().print(f"{_count(len(paths), 'file')}, {_count(kernels, 'kernel')}: no errors")
+        out().print(f"{_count(len(paths), 'file')}, {_count(kernels, 'kernel')}: no errors{also}")
     if mistakes:
         raise typer.Exit(MISTAKES)
+
+
+def _warnings(modules: list[tuple[ast.Module, set[str] | None]]) -> list[Diagnostic]:
+    """What nothing uses in the files without mistakes: a function only if none of the others imports it, and where
+    kernels are chosen only what lies in them and in their backwards."""
+    imported = {_place(f.name_span) for m, _ in modules for f in m.functions if f.name_span.source.path != m.path}
+    found: list[Diagnostic] = []
+    for module, names in modules:
+        wanted = [k for k in (*module.kernels, *module.backwards) if names is None or k.name in names]
+        lines = {n for k in wanted for n in range(k.span.line, max(s.span.end_line for s in k.body) + 1)}
+        for d in unused(module):
+            inside = d.span.line in lines
+            if (inside or names is None) and not (d.code == "W0102" and _place(d.span) in imported):
+                found.append(d)
+    return found
+
+
+def _place(span: Span) -> tuple[Path, int]:
+    return Path(span.source.path).resolve(), span.line
 
 
 def _count(n: int, what: str) -> str:

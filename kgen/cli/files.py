@@ -10,7 +10,7 @@ from pathlib import Path
 from kgen.cli.app import UsageError
 from kgen.dsl import ast
 from kgen.dsl.check import check_module
-from kgen.dsl.diagnostics import Diagnostics, DslError, KgenError
+from kgen.dsl.diagnostics import Diagnostic, Diagnostics, KgenError
 from kgen.dsl.host.check import check_ops, source_of
 from kgen.dsl.modules import LoadedModule, load
 
@@ -121,8 +121,8 @@ def kernel_of(module: ast.Module, name: str | None) -> ast.Kernel:
     raise UsageError(f"{module.path} has no kernel '{name}'; {hint}")
 
 
-def all_errors(error: DslError) -> list[dict[str, object]]:
-    """The mistakes as plain data, for --json."""
+def as_data(diagnostics: Iterable[Diagnostic]) -> list[dict[str, object]]:
+    """Mistakes and warnings as plain data, for --json."""
     return [
         {
             "file": d.span.source.path,
@@ -136,5 +136,5 @@ def all_errors(error: DslError) -> list[dict[str, object]]:
             "help": d.help,
             "notes": list(d.notes),
         }
-        for d in error.diagnostics
+        for d in diagnostics
     ]
