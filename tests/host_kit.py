@@ -188,6 +188,8 @@ def _touched(p: plan.Plan, s: plan.Step) -> tuple[set[str], set[str]]:
         case plan.Add():
             read = {s.out.buffer} if s.accumulate and s.first is None else set()
             return {s.source.buffer} | read, {s.out.buffer}
+        case plan.AllReduce():
+            return {s.out.buffer}, {s.out.buffer}
         case plan.Launch():
             ref = p.kernels[s.kernel]
             declared = next(k for k in ref.module.kernels if k.name == ref.name)

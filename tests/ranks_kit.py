@@ -194,7 +194,7 @@ def captured(group: Any, job: Job) -> tuple[list[torch.Tensor], list[torch.Tenso
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
         results = call()
     with torch.no_grad():
         x.neg_()

@@ -7,6 +7,7 @@ exp(x - own) * exp(own - top), as own <= top, is off by the roundings of exp(x -
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from host_kit import planned, steps
+from host_kit import planned, steps, verify
 from linear_loss_kit import Case, Judged, case, excess, judge, randn
 from ranks_kit import Job, Outcome, Ranks, captured, outcome, outcome_on_gpu, shared_out, twice, without_chunk
 
 import kgen
 from kgen import ops
 from kgen.codegen.host import plan
+from kgen.codegen.host.lower import lower
 from kgen.codegen.host.text import plan_text
 from kgen.dsl.diagnostics import DslError
+from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.host.check import elaborate_op, source_of
+from kgen.dsl.host.scope import HostSpecialization
+from kgen.dsl.modules import load
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.loading import load_packaged
 
@@ -401,6 +407,29 @@ def test_memory_is_reduced_in_place_where_nothing_uses_it_afterwards() -> None:
     assert reduced(*once) == (["b"], ["a"])
     # What is handed out has memory of its own.
     assert reduced("a = x @ w.T", "y = all_sum(a)") == (["y"], ["a"])
+
+
+def test_every_plan_keeps_its_buffers_in_order() -> None:
+    module = load(Path(kgen.ops.parallel_losses.__file__).parent / "parallel_linear_cross_entropy.kdsl").module
+    optional, flags = {"bias", "class_weight", "weights", "token_weight"}, ("narrow", "wide_weight", "joined")
+    for there, on, wanted in itertools.product((set(), optional), _subsets(flags), _subsets(("x", "w", "bias"))):
+        if "bias" in wanted and not there:
+            continue
+        consts = {n: n in on for n in ("smoothed", "capped", "averaged", *flags)}
+        settled = HostSpecialization(consts, frozenset(there), frozenset(wanted))
+        made = elaborate_op(source_of(module), "parallel_linear_cross_entropy", settled)
+        for t, held in itertools.product(("f32", "bf16"), ("param", "f32", "f64")):
+            dtypes = {"T": DTYPES[t], "W": DTYPES["f32"], "U": DTYPES[t], "C": DTYPES["f32"]}
+            p = lower(made, dtypes, frozenset(wanted), held)
+            verify(p, {"x", "w", "target"} | there)
+            # Where ranks meet does not depend on what a single rank may want.
+            met = [s.kind for s in steps(p.forward) if isinstance(s, plan.AllReduce)]
+            assert met == ["max", "sum"] + ["sum"] * ("x" in wanted and "joined" in on)
+            assert not [s for s in steps(p.backward) if isinstance(s, plan.AllReduce)]
+
+
+def _subsets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [s for n in range(len(names) + 1) for s in itertools.combinations(names, n)]
 
 
 def test_a_kernel_of_that_name_hides_the_collective(tmp_path: Path) -> None:
