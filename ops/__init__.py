@@ -4,7 +4,7 @@ Every function takes tensors with any strides on a CPU or CUDA device, launches 
 modifies an input (but `cross_entropy_` its logits), and takes `backend=` (`cuda`, `triton`, `reference`, `auto`) like a
 kernel that `kgen.load` gives; most take `out=`. All raise `kgen.KgenError` for an argument that does not fit. Results
 carry the gradients of every tensor argument that requires grad, except with `out=`; torch.compile takes them without a
-graph break.
+graph break, all but `vocab_parallel_linear_cross_entropy`, in the middle of which ranks meet.
 """
 
 from kgen.ops.functional import (
