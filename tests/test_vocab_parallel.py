@@ -204,7 +204,7 @@ def test_a_label_in_two_shards_or_in_none(ranks: Ranks) -> None:
 
 def test_padding_takes_no_part(ranks: Ranks) -> None:
     for extra, shards in ((3, (10, 10, 10, 10)), (23, (15, 15, 15, 15)), (8, (10, 10, 17, 8))):
-        for options in ({}, EVERYTHING):
+        for options in ({}, {"label_smoothing": 0.1}, EVERYTHING):
             c = case(ROWS, WIDTH, CLASSES, bias=1.0, **options)
             more = 50.0 + randn(extra, seed=5).abs()  # of logits that would win
             padded = Case(c.x, torch.cat([c.w, randn(extra, WIDTH)]), c.target, torch.cat([c.bias, more]), options)
