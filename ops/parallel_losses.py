@@ -49,13 +49,14 @@ def vocab_parallel_linear_cross_entropy(
     have one dtype, f32, bf16 or f16, or are multiplied in that of autocast. class_weight: `[num_classes]`, of all
     classes, and token_weight: `[...]`: the same on every rank, neither gets a gradient.
     A label that is in no shard, or in two, and is not ignore_index, makes the result NaN; nothing waits for the device.
-    reduction: `mean` or `sum`. The other arguments, and the f32 result, are those of `linear_cross_entropy`.
+    The other arguments, and the f32 result, are those of `linear_cross_entropy`.
 
     group: a `torch.distributed.ProcessGroup`; None is the default group. Where torch.distributed is not initialised
     this process has all shards. All ranks make the same calls with the same arguments but for the shard, with the same
     gradients wanted and the same KGEN_WORKSPACE_MB, or they wait for each other for ever.
-    Exchanged are, for each chunk of tokens, one f32 and then four of each token, and where the gradient of input is
-    wanted one f32 of each of its elements: gradients are made in the forward pass, and so is all that is exchanged.
+    Exchanged are, for each chunk of tokens, one f32 and then four of each token in the forward pass, and where the
+    gradient of input is wanted one f32 of each of its elements: for `mean` and `sum` in the forward pass too, for
+    `none` in the backward pass.
     reduce_input_gradient: False leaves the gradient of input this rank's share of the sum, for a caller that sums the
     shares itself, as sequence parallelism does in a reduce-scatter.
     workspace_mb: MiB for the logits of a chunk, as if this rank had an equal share of the classes: ranks must agree.
@@ -63,8 +64,6 @@ def vocab_parallel_linear_cross_entropy(
     if torch.compiler.is_dynamo_compiling():
         raise ArgumentError(f"{_NAME}: ranks meet in the middle of it, which torch.compile does not take")
     check_reduction(_NAME, reduction)
-    if reduction == "none":
-        raise ArgumentError(f"{_NAME}: reduction must be mean or sum; the losses of single tokens are not implemented")
     options: dict[str, Any] = options_of(_NAME, label_smoothing, z_loss, softcap)
     settings = Options.of(_NAME, workspace_mb, accumulate, None)
     _check(input, weight_shard, target, bias_shard, class_weight, token_weight, first_class, num_classes)
@@ -80,9 +79,18 @@ def vocab_parallel_linear_cross_entropy(
     if count > 1:
         row = -(-num_classes // count) * input.element_size()
         chunk = sizing.even(target.numel(), max(1, int(settings.workspace_mb * 2**20 // row)))
-    narrow = input.dtype == torch.float16
+    if reduction == "none":
+        name = "parallel_linear_cross_entropy_rows"
+    else:
+        name = "parallel_linear_cross_entropy"
+        narrow = input.dtype == torch.float16
+        options |= {
+            "averaged": reduction == "mean",
+            "narrow": narrow,
+            "wide_weight": narrow and weight_shard.dtype == torch.float32,
+        }
     fixed = None if class_weight is None else class_weight.detach()
-    return _kernel("parallel_linear_cross_entropy", "parallel_linear_cross_entropy")(
+    return _kernel("parallel_linear_cross_entropy", name)(
         input,
         weight_shard,
         target.long(),
@@ -93,9 +101,6 @@ def vocab_parallel_linear_cross_entropy(
         first=first_class,
         classes=num_classes,
         ignore_index=ignore_index,
-        averaged=reduction == "mean",
-        narrow=narrow,
-        wide_weight=narrow and weight_shard.dtype == torch.float32,
         joined=bool(reduce_input_gradient),
         backend=backend,
         accumulate=accumulate,

@@ -101,7 +101,7 @@ class Job:
     first: int
     classes: int
     wanted: tuple[str, ...] = ("x", "w", "bias")
-    upstream: float = 1.0
+    upstream: Any = 1.0  # a number, or a tensor of the shape of the loss
     more: dict[str, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
 
@@ -140,7 +140,7 @@ def outcome(group: Any, job: Job, device: str = "cpu") -> Outcome:
     found: dict[str, torch.Tensor] = {}
     with events.launches() as backward:
         if wanted:
-            up = torch.tensor(job.upstream, device=device)
+            up = torch.as_tensor(job.upstream, dtype=torch.float32, device=device).expand(loss.shape)
             gradients = torch.autograd.grad(loss, [given[n] for n in wanted], up)
             found = {n: g.cpu() for n, g in zip(wanted, gradients, strict=True)}
     return Outcome(loss.detach().cpu(), found, (_met(forward), _met(backward)))
@@ -158,8 +158,8 @@ def twice(group: Any, job: Job) -> list[torch.Tensor]:
     loss = ops.vocab_parallel_linear_cross_entropy(
         x, w, c.target, first_class=job.first, num_classes=job.classes, group=group, **c.options, **job.more
     )
-    first = torch.autograd.grad(loss, (x, w), torch.tensor(1.0), retain_graph=True)
-    return [*first, *torch.autograd.grad(loss, (x, w), torch.tensor(2.0))]
+    first = torch.autograd.grad(loss, (x, w), torch.full(loss.shape, 1.0), retain_graph=True)
+    return [*first, *torch.autograd.grad(loss, (x, w), torch.full(loss.shape, 2.0))]
 
 
 def without_chunk(group: Any, job: Job) -> None:
