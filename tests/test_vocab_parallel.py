@@ -481,17 +481,21 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_two_gpus(gpus: Ranks, dtype: torch.dtype, backend: str) -> None:
     rows, classes = 261, 1003
-    for options in ({}, {**EVERYTHING, "token_weight": randn(rows, seed=3), "class_weight": randn(classes).abs()}):
+    every = {**EVERYTHING, "token_weight": randn(rows, seed=3), "class_weight": randn(classes).abs()}
+    several: list[dict[str, Any]] = [{}, every, {"reduction": "none"}]
+    for options in several:
         c = case(rows, 64, classes, dtype, bias=2.0, **options)
-        jobs = shared_out(c, (502, 501))
+        single = "reduction" in options
+        upstream = randn(rows, seed=8) if single else torch.tensor(1.0)
+        jobs = shared_out(c, (502, 501), upstream=upstream)
         for chunks in (1, 3):
             for job in jobs:
                 job.more = {"backend": backend, "workspace_mb": workspace(c, jobs, chunks)}
             found: list[Any] = gpus.run(outcome_on_gpu, jobs)
             assert all(isinstance(o, Outcome) for o in found), found
-            assert {o.met for o in found} == {(2 * chunks + 1, 0)}
+            assert {o.met for o in found} == {(2 * chunks, 1) if single else (2 * chunks + 1, 0)}
             assert torch.equal(found[0].loss, found[1].loss)
-            hold(found, judge(c, torch.tensor(1.0)))
+            hold(found, judge(c, upstream))
 
 
 @pytest.mark.gpu
