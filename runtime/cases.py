@@ -95,7 +95,6 @@ def trials(
     """
     lot = random.Random(f"{kernel.name} {seed}")
     backward = direction == "backward"
-    known: dict[Any, tuple[str, ...]] = {}
     options = list(_options(kernel))
     if backward:
         # Such outputs need out=, and then a call records nothing.
@@ -115,7 +114,7 @@ def trials(
         chosen = {v: _dtype(kernel, v, dtypes, i // len(options) + k) for k, v in variables}
         start = Trial({}, chosen, option.consts, option.present, layout, values, seed * 1000 + i)
         if backward:
-            start = _with_gradients(kernel, start, i, i // len(options), lot, known)
+            start = _with_gradients(kernel, start, i, i // len(options), lot)
             if start is None:
                 return
         found = _sized(kernel, start, width, rows, lot, max_elements)
@@ -134,16 +133,13 @@ def trials(
     return out
 
 
-def _with_gradients(
-    kernel: Kernel, trial: Trial, turn: int, round_: int, lot: random.Random, known: dict[Any, tuple[str, ...]]
-) -> Trial | None:
+def _with_gradients(kernel: Kernel, trial: Trial, turn: int, round_: int, lot: random.Random) -> Trial | None:
     """`trial` with inputs whose gradients are wanted, all in every second round, else one after the other and then some
     by lot; None where no input has one."""
-    kinds = tuple(DTYPES[name].kind for name in trial.dtypes.values())
-    key = (tuple(trial.consts.items()), trial.present, kinds)
-    if key not in known:
-        known[key] = derivable(kernel, specialization(kernel, trial))[0]
-    inputs = known[key]
+    # Which have one is the same for all dtypes of a kind.
+    first = {v: _first(choices).name for v, choices in kernel.signature.dtype_vars.items()}
+    dtypes = {v: first[v] if DTYPES[first[v]].kind == DTYPES[d].kind else d for v, d in trial.dtypes.items()}
+    inputs, _ = derivable(kernel, specialization(kernel, replace(trial, dtypes=dtypes)))
     if not inputs:
         return None
     wanted = inputs
