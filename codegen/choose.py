@@ -23,7 +23,7 @@ from kgen.codegen.layout import (
     vector_limit,
 )
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.online import steps_of
+from kgen.codegen.online import pair, steps_of
 from kgen.codegen.phases import phases, refs
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.variant import Variant
@@ -50,7 +50,7 @@ def choose(
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
-        schedule = _triton_row(kernel) if kernel.tiles else _triton_flat(leaves)
+        schedule = _triton_row(kernel, variant) if kernel.tiles else _triton_flat(leaves)
     else:
         schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
     return schedule if rows_hint is None or sums is not None else _spread(kernel, schedule, backend, rows_hint, num_sms)
@@ -219,6 +219,8 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
 
 
 def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
+    for axis, _ in schedule.chunks:
+        kernel = pair(kernel, axis)
     steps = steps_of(kernel, schedule)
     budget = ladders.ROW_REGISTERS[schedule.threads]
     return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= budget
@@ -293,12 +295,12 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
 
 def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses: int) -> int:
     elements = lay.elements(s.value.axes)
-    if not any(a.name in s.value.axes for a in lay.axes):
-        return 0  # one for the row: among the registers that every kernel needs
     if isinstance(s.value, ir.Load):
         tensor = kernel.tensor(s.value.tensor)
         size = tensor.dtype.itemsize
         width = max([access_width(tensor, s.value.at, a.name, a.vector, variant) for a in lay.axes], default=1)
+        if width == 1:  # each with an address and a mask of its own
+            return elements * 3 // 2
         return -(-elements * size // 4) if width * size >= 4 else elements
     if uses == 1 and not isinstance(s.value, ir.Reduce):
         return 0
@@ -316,7 +318,7 @@ def _triton_flat(leaves: bool) -> Schedule:
     return Schedule(threads, ladders.TRITON_FLAT_ROWS, name="flat")
 
 
-def _triton_row(kernel: ir.Kernel) -> Schedule:
+def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     # A block of sums, which are not packed, is held beside the row from the first row to the last.
     held_too = 3 if any(isinstance(s, ir.Accumulate) for s in kernel.body) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
@@ -327,13 +329,16 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
         if block * held_too <= limit and _warps_hold(kernel, block):
             break
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
-        while most > ladders.TRITON_SUM_CHUNK and not _warps_hold(kernel, most):
+        address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
+        while most > ladders.TRITON_SUM_CHUNK and not _warps_hold(kernel, most, address):
             most //= 2
         chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = _block(kernel, {**whole, **chunks})
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
+    while rows > 1 and rows * _row_words(kernel) > ladders.TRITON_ROW_WORDS:
+        rows //= 2
     if chunks and held_too == 1:
         warps = ladders.TRITON_LOOP_WARPS[block]
     else:
@@ -341,8 +346,19 @@ def _triton_row(kernel: ir.Kernel) -> Schedule:
     return Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name="looped" if chunks else "row")
 
 
-def _warps_hold(kernel: ir.Kernel, block: int) -> bool:
-    """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps."""
+def _row_words(kernel: ir.Kernel) -> int:
+    """32-bit words of the values that a program has one of for each row."""
+    tiles = {a.name for a in kernel.tiles}
+    return sum(
+        max(1, s.value.dtype.bits // 32)
+        for s in kernel.body
+        if isinstance(s, ir.Let) and s.value.axes and not s.value.axes & tiles
+    )
+
+
+def _warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
+    """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps; each
+    element that is loaded has `address` registers beside it."""
     tiles = {a.name for a in kernel.tiles}
     total = 0.0
     for s in kernel.body:
@@ -350,7 +366,7 @@ def _warps_hold(kernel: ir.Kernel, block: int) -> bool:
             words = s.value.dtype.itemsize / 4
             if isinstance(s.value, ir.Load):
                 words = kernel.tensor(s.value.tensor).dtype.itemsize / 4
-                words *= 1.5 if words >= 1 else 1
+                words = words * (1.5 if words >= 1 else 1) + address
             total += words
     return total * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
 

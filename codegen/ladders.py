@@ -89,6 +89,9 @@ TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
 # 2.5 (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
 TRITON_TILES = 2.5
 TRITON_LARGE = 32 << 10
+# Registers for the address and the mask of an element that is not part of a vector: with 3 no norm, softmax or cross
+# entropy of a width like 28001 or 50257 spills, with 2 layer_norm does.
+TRITON_ADDRESS = 3.0
 # With sums, which are held beside the row from the first row to the last: the backward of RMSNorm takes 1.39 at
 # 8192x8192 with the row whole and 2.29 in chunks, beside each of which the sums are loaded.
 TRITON_SUM_WHOLE = 32 << 10
@@ -96,5 +99,7 @@ TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K 
 TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block
 # Short rows are packed until a program has about this many elements; a flat kernel takes 8 a thread of 4 warps.
 TRITON_SHORT_ROWS = 2 << 10
+# ... or about this many words of values of a row: 96 a thread. Cross entropy of one class has 40 a row.
+TRITON_ROW_WORDS = 128 * 96
 TRITON_FLAT_ROWS = 1 << 10
 TRITON_FLAT_WARPS = 4

@@ -8,7 +8,7 @@ once for the row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.normalize import with_children
@@ -24,9 +24,9 @@ def narrow(kernel: ir.Kernel) -> ir.Kernel:
     return replace(kernel, body=tuple(new for s in kernel.body for new in narrower.statement(s)))
 
 
-def is_label(e: ir.Expr) -> bool:
-    """Whether `e` is a label that this pass has narrowed: an index of its axis, or -1."""
-    return isinstance(e, ir.Cast) and e.to == I32 and isinstance(e.arg, ir.Op) and e.arg.fn == "where"
+@dataclass(frozen=True)
+class Label(ir.Cast):
+    """A label that this pass has narrowed: an index of its axis, or -1."""
 
 
 class _Narrower:
@@ -76,7 +76,7 @@ class _Narrower:
 
             inside = op("and", op("ge", e, constant(0)), op("lt", e, constant(extent)))
             label = ir.Op("where", (inside, e, constant(NONE)), I64, e.axes, e.span)
-            value = ir.Cast(I32, label, I32, e.axes, e.span)
+            value = Label(I32, label, I32, e.axes, e.span)
             self.labels[key] = ir.Let(fresh(f"{e.name}_label", self.taken), value, s.span)
             new.append(self.labels[key])
         let = self.labels[key]

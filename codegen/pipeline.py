@@ -53,12 +53,11 @@ def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, 
     leaves = idle(kernel)
     if leaves is not None:
         kernel = leaves.kernel
-    if backend == "cuda":
-        kernel = pair(kernel)
     schedule = override or choose(
         kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, sums=sums, leaves=leaves is not None
     )
-    if backend == "triton" and schedule.rows == 1:  # of a block that is whole the maximum is at hand
+    # In Triton what a thread has of several rows would be a block of rows and threads.
+    if backend == "cuda" or schedule.rows == 1:
         for axis, chunk in schedule.chunks:
             if chunk < kernel.axis(axis).extent.constant:
                 kernel = pair(kernel, axis)

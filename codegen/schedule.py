@@ -86,12 +86,13 @@ class Sums:
 class Partial(ir.Reduce):
     """What a thread (CUDA) or a lane of a block (Triton) has of a reduction; `Finish` makes the value of it.
 
-    In a loop it goes on from chunk to chunk, and later statements of the body see what it is so far. A sum with a
-    `shift` is of `exp(a - shift)`, where the `Let` called `shift` rises from chunk to chunk: what is summed already is
-    multiplied by `exp(before - after)` then.
+    It goes on from chunk to chunk of a loop, and later statements of the body see what it is so far. A sum is of
+    `exp(of - shift)`, where the `Let` called `shift` rises from chunk to chunk: what is summed already is multiplied by
+    `exp(before - after)` then. Behind the loop `shift` is that of the last chunk.
     """
 
     shift: str | None = None
+    of: ir.Expr | None = None
 
 
 @dataclass(frozen=True)

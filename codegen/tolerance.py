@@ -27,8 +27,8 @@ MAX_ELEMENTS = 1 << 22
 
 Depth = Callable[[int], int]
 
-# Units in the last place that a factor `exp(before - after)` costs an exponential or a sum of some: 2 for the
-# hardware's exponential, half for the product. What the rounding of differences and of their product with log2(e) adds
+# Units in the last place that a factor `exp(before - after)` costs a sum of exponentials: 2 for the hardware's
+# exponential, half for the product. What the rounding of differences and of their product with log2(e) adds
 # is proportional to the differences, which have one sign and add up to the argument whose rounding is counted already.
 RESCALED = 3
 
@@ -186,9 +186,7 @@ class _Analysis(Executor[Enclosure]):
     # -- operations ----------------------------------------------------------------------------------------------
     def op(self, e: ir.Op, args: list[Enclosure]) -> Enclosure:
         square = e.fn == "mul" and ir.same(e.args[0], e.args[1])
-        out = scalar_op(e.fn, args, e.dtype, square=square)
-        # A backend may take it against another maximum, and multiply by the exponential of the difference.
-        return round_ends(out, e.dtype, RESCALED) if shifted(e, self.lets) is not None else out
+        return scalar_op(e.fn, args, e.dtype, square=square)
 
     def cast(self, e: ir.Cast, v: Enclosure) -> Enclosure:
         if e.to.kind == "float":

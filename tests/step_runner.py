@@ -72,6 +72,9 @@ class StepRunner(Interpreter):
                 else:
                     self._statement(s)
         self.block, self.env = whole, {**outside, **{n: v for n, v in running.items() if n in lets}}
+        # Behind the loop a shift is that of the last chunk.
+        shifts = {n: e.shift for n, e in lets.items() if isinstance(e, Partial) and e.shift is not None}
+        self.env |= {shift: running[f"{n} against"] for n, shift in shifts.items()}
         for name, chunks in parts.items():
             e = lets[name]
             assert isinstance(e, ir.Reduce) and name not in self.env

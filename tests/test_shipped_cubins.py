@@ -43,10 +43,17 @@ def test_at_example_sizes(file: str, name: str, dtype: str, backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("width", [1, 2, 3, 17, 64, 127, 1000, 1024, 1025, 8192, 32000, 65536, 65537, 131072])
+@pytest.mark.parametrize(
+    "width", [1, 2, 3, 17, 64, 127, 1000, 1024, 1025, 8192, 28001, 32000, 32001, 50257, 65536, 65537, 131072]
+)
 def test_norms_and_softmax_at_any_width(width: int, backend: str) -> None:
-    for file, name in (("rms_norm.kdsl", "rms_norm"), ("layer_norm.kdsl", "layer_norm"), ("softmax.kdsl", "softmax")):
+    for file, name in (
+        ("rms_norm.kdsl", "rms_norm"), ("layer_norm.kdsl", "layer_norm"), ("softmax.kdsl", "softmax"),
+        ("softmax.kdsl", "log_softmax"), ("cross_entropy.kdsl", "cross_entropy"),
+        ("cross_entropy.kdsl", "cross_entropy_"),
+    ):  # fmt: skip
         module, kernel = kernel_of(file, name)
-        compiled = target(module, kernel, Choices(dims={"N": width}, dtype="bf16"))
+        dim = "V" if name.startswith("cross") else "N"
+        compiled = target(module, kernel, Choices(dims={dim: width}, dtype="bf16"))
         made = binary(compiled, compiled.program(backend), "sm_90")
         assert made.resources.local_bytes == 0, f"{name}: {made.resources}"

@@ -17,7 +17,7 @@ from kgen.codegen.cuda.reserved import RESERVED
 from kgen.codegen.cuda.text import CExpr, Lines, binary, cast, compute_type, integer
 from kgen.codegen.layout import AxisLayout, layout_of
 from kgen.codegen.names import Names
-from kgen.codegen.narrow import is_label
+from kgen.codegen.narrow import Label
 from kgen.codegen.phases import statement_axes
 from kgen.codegen.schedule import Scheduled, Step
 from kgen.dsl import ir
@@ -79,7 +79,9 @@ class Context:
         self.behind_rows = False  # in a sum over programs: behind the loop over rows
         self.steps = hoist(scheduled.steps, self._grain, set(self._user_names(scheduled.steps)))
         self.names = Names(self._user_names(self.steps), RESERVED)
-        self.labels = {s.name for step in self.steps for s in step.body if isinstance(s, ir.Let) and is_label(s.value)}
+        self.labels = {
+            s.name for step in self.steps for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, Label)
+        }
         self.entry = self.names.fresh(self.kernel.name)  # a kernel may be called as one of its dimensions is
         self.helpers: set[str] = set()
         self.packs: dict[Pack, tuple[bool, bool]] = {}

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from kgen.codegen.cuda import indices
-from kgen.codegen.cuda.context import Context
+from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.expr import expression
 from kgen.codegen.cuda.memory import storage_type
 from kgen.codegen.cuda.nests import NestEmitter
@@ -20,7 +20,7 @@ from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
-from kgen.codegen.schedule import Leave, Loop, Scheduled, Step
+from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
@@ -152,6 +152,9 @@ class _Emitter:
             ctx.lines.extend(inner)
         ctx.loop = None
         ctx.holders = {**outside, **{n: ctx.holders[n] for n in finished}}
+        for acc in finished.values():
+            if acc.against is not None and isinstance(acc.reduce, Partial) and acc.reduce.shift is not None:
+                ctx.holders[acc.reduce.shift] = Holder(acc.against, acc.holder.type)
         finish(ctx, list(finished.values()))
 
     def _body(self, body: tuple[ir.Stmt, ...], escaping: set[str], accumulators: dict[str, Accumulator]) -> bool:

@@ -16,7 +16,7 @@ from math import prod
 from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.expr import constant, exponential, extreme
 from kgen.codegen.cuda.text import CExpr, binary, cast, compute_type
-from kgen.codegen.online import highest
+from kgen.codegen.online import largest
 from kgen.codegen.schedule import Partial
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL, DType
@@ -79,8 +79,8 @@ def _against(ctx: Context, e: ir.Reduce, total: Holder) -> str | None:
     if not isinstance(e, Partial) or e.shift is None:
         return None
     name = ctx.names.fresh(f"{total.name}_against")
-    lowest = constant(-highest(e.dtype), e.dtype)
-    ctx.lines.add(f"{total.type} {name} = {lowest};")
+    lowest = constant(-largest(e.dtype), e.dtype)
+    ctx.lines.add(f"{total.type} {name} = {lowest};  // what the sum so far is taken against")
     return name
 
 
@@ -89,7 +89,7 @@ def rescale(ctx: Context, acc: Accumulator) -> None:
     assert isinstance(acc.reduce, Partial) and acc.reduce.shift is not None  # as `against` says
     shift = ctx.ref(acc.reduce.shift)
     before = binary("-", CExpr(str(acc.against), acc.holder.type), shift)
-    ctx.lines.add("// what is summed so far was taken against a lower maximum")
+    ctx.lines.add("// the sum so far, against the maximum as it is now")
     ctx.lines.add(f"{acc.holder.name} *= {exponential(before, acc.dtype, ctx)};")
     ctx.lines.add(f"{acc.against} = {shift};")
 

@@ -56,7 +56,7 @@ class _Emitter:
         self.names = Names(users, RESERVED)
         self.entry = self.names.fresh(kernel.name)  # a kernel may be called as one of its dimensions is
         self.args = kernel_args(kernel, self.variant)
-        self.sum_names: dict[str, str] = {}  # of the values of finished sums
+        self.sum_names: dict[str, str] = {}  # of the values of finished sums, and of what outlives a loop
         self.arg_names = self._arg_names()
         self.blocks = Blocks(scheduled)
         self.indices = Indices(kernel, self.blocks, self._spelling)
@@ -75,7 +75,8 @@ class _Emitter:
             self.names.fresh,
         )
         self.chunk_starts: dict[str, str] = {}  # names of the loop variables
-        self.thread_views: dict[str, str] = {}  # by text of a chunk: the name of the block by threads
+        self.thread_views: dict[str, str] = {}  # by text of a chunk of this loop: the name of the block by threads
+        self.outlive: dict[str, str] = {}  # by value of this loop: the variable that holds its last one
         self.stored: set[str] = set()
         self.sums: dict[tuple[str, tuple[Poly, ...]], PartialSum] = {}  # by target
         self.shared_loads = self._shared_loads()
@@ -287,6 +288,7 @@ class _Emitter:
         if step.axis not in self.chunk_starts:
             self.chunk_starts[step.axis] = self.names.fresh(f"{self.names[step.axis]}0")
         start = self.chunk_starts[step.axis]
+        self.thread_views, self.outlive = {}, {}
         before: list[_Line] = []
         inside: list[_Line] = []
         after: list[_Line] = []
@@ -317,6 +319,7 @@ class _Emitter:
         prelude = _used(self._tile(axis, start), (line.text for line in inside))
         inside = [*(_Line(t) for t in prelude), *inside]
         self.said = None
+        self.sum_names |= self.outlive
         return [
             *before,
             _Line(f"for {start} in range(0, {axis.extent.constant}, {step.chunk}):", header),
@@ -332,21 +335,20 @@ class _Emitter:
         against = None if e.shift is None else self.names.fresh(f"{spelled}_against")
         running = Running(e, spelled, against, size // (threads * vector), threads, vector)
         self.expressions.bound[name] = (THREAD,)
-        of: ir.Reduce = e
-        if e.shift is not None:
-            assert isinstance(e.arg, ir.Op) and isinstance(e.arg.args[0], ir.Op)  # exp(a - shift)
-            of = replace(e, kind="max", arg=e.arg.args[0].args[0])
-        text = str(self._masked_argument(of, lanes).text)
+        # Masked lanes hold -inf, which adds nothing to a sum of exponentials either.
+        text = str(self._masked_argument(e if e.of is None else replace(e, kind="max", arg=e.of), lanes).text)
         lines: list[str] = []
         if text not in self.thread_views:
             hint = f"{text}_by_thread" if text.isidentifier() else f"{spelled}_of"
             self.thread_views[text] = self.names.fresh(hint)
             lines.append(f"{self.thread_views[text]} = {running.view(Text(text))}  # slots, threads, lanes")
         chunk = Text(self.thread_views[text])
-        if e.shift is None:
+        if e.shift is None or against is None:
             return running, [*lines, running.larger(chunk)]
         terms = self.names.fresh(f"{spelled}_terms")
-        return running, [*lines, *running.add_exponentials(chunk, Text(self.names[e.shift]), terms)]
+        lines += running.add_exponentials(chunk, Text(self.names[e.shift]), terms)
+        self.outlive[e.shift] = against
+        return running, lines
 
     def _accumulator(self, name: str, e: ir.Reduce) -> Accumulator:
         position = self.names.fresh(f"{name}_at") if e.kind in ("argmax", "argmin") else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kgen.codegen.online import highest
+from kgen.codegen.online import largest
 from kgen.codegen.schedule import Finish, Partial
 from kgen.codegen.triton.blocks import Blocks, Value, align
 from kgen.codegen.triton.intrinsics import TYPES, identity, spell
@@ -130,7 +130,8 @@ class Running:
         shape = f"[{self.threads}]"
         out = [f"{self.name} = {call('tl.full', shape, literal(_neutral(self.e)), TYPES[dtype.name])}"]
         if self.against is not None:
-            out.append(f"{self.against} = {call('tl.full', shape, literal(-highest(dtype)), TYPES[dtype.name])}")
+            lowest = call("tl.full", shape, literal(-largest(dtype)), TYPES[dtype.name])
+            out.append(f"{self.against} = {lowest}  # what the sum so far is taken against")
         return out
 
     def view(self, arg: Text) -> Text:
@@ -147,7 +148,7 @@ class Running:
         factor = spell("exp", [Text(f"{self.against} - {shift}")], dtype, dtype)
         return [
             f"{terms} = {spell('exp', [Text(f'{chunk} - {shift}[None, :, None]')], dtype, dtype)}",
-            f"{self.name} *= {factor}",
+            f"{self.name} *= {factor}  # the sum so far, against the maximum as it is now",
             f"{self.name} += {self._folded(Text(terms))}",
             f"{self.against} = {shift}",
         ]
