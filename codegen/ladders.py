@@ -89,8 +89,8 @@ TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
 # 2.5 (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
 TRITON_TILES = 2.5
 TRITON_LARGE = 32 << 10
-# Registers for the address and the mask of an element that is not part of a vector: with 3 no norm, softmax or cross
-# entropy of a width like 28001 or 50257 spills, with 2 layer_norm does.
+# Registers for the address and the mask of an element that is not part of a vector. With 3 no kernel of one or three
+# inputs spills at widths like 28001 and 50257, with 2 one of three inputs does.
 TRITON_ADDRESS = 3.0
 # With sums, which are held beside the row from the first row to the last: the backward of RMSNorm takes 1.39 at
 # 8192x8192 with the row whole and 2.29 in chunks, beside each of which the sums are loaded.
