@@ -7,7 +7,8 @@ touches memory outside a tensor even where they are broken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from kgen.codegen.execute import Executor, ScalarValue
 from kgen.codegen.space import floordiv, modulo
 from kgen.codegen.torch_dtypes import TORCH, rounded
 from kgen.dsl import ir
-from kgen.dsl.dtypes import DType
+from kgen.dsl.dtypes import F64, DType
 
 # Elements of the largest value held at once: 128 MiB in float64.
 MAX_ELEMENTS = 1 << 24
@@ -99,8 +100,48 @@ def interpret(
     return run.results()
 
 
+def interpreted_gradients(
+    kernel: ir.Kernel,
+    tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, ScalarValue],
+    wanted: Sequence[str],
+    incoming: Mapping[str, torch.Tensor],
+    *,
+    max_elements: int = MAX_ELEMENTS,
+) -> dict[str, torch.Tensor]:
+    """The gradients of the inputs `wanted`, by name, in float64 and of their shapes: what torch.autograd makes of this
+    interpreter of `kernel` at precision "f64", where nothing that derives kernels has a part.
+
+    Arguments as for `interpret`; no tensor is `inout`. `incoming` has the gradients of outputs by name, in any
+    floating-point dtype; an output that it lacks has none. Torch differentiates the operations of the interpreter, and
+    so also says what counts where there is no derivative: half for each of two equal operands of `maximum` and
+    `minimum`, equal shares for all elements that attain a `max` or `min`, 0 for `abs` at 0, and 0 for steps.
+    Conversions to a floating-point dtype are the identity there, as derivation takes them.
+    """
+    held = {n: t.detach().to(torch.float64) if t.is_floating_point() else t for n, t in tensors.items()}
+    leaves = {n: t.contiguous().requires_grad_(n in wanted) if t.is_floating_point() else t for n, t in held.items()}
+    with torch.enable_grad():
+        run = Interpreter(in_float64(kernel), leaves, scalars, exact=True, max_elements=max_elements, recorded=True)
+        run.run()
+        results = run.results()
+        ups = {n: g.detach().to(torch.float64) for n, g in incoming.items() if results[n].requires_grad}
+        inputs = [leaves[n] for n in wanted]
+        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if ups:
+            found = torch.autograd.grad([results[n] for n in ups], inputs, list(ups.values()), allow_unused=True)
+    return {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(wanted, found, strict=True)}
+
+
+def in_float64(kernel: ir.Kernel) -> ir.Kernel:
+    """`kernel` with tensors of float64 in the place of all others of floats; what it computes is as it was."""
+    return replace(
+        kernel, tensors=tuple(replace(t, dtype=F64) if t.dtype.kind == "float" else t for t in kernel.tensors)
+    )
+
+
 class Interpreter(Executor[torch.Tensor]):
-    """Values are tensors, in float64 throughout where `exact`."""
+    """Values are tensors, in float64 throughout where `exact`. Where `recorded`, torch records what happens to those
+    arguments that require grad."""
 
     def __init__(
         self,
@@ -110,8 +151,11 @@ class Interpreter(Executor[torch.Tensor]):
         *,
         exact: bool,
         max_elements: int,
+        recorded: bool = False,
     ) -> None:
         super().__init__(kernel, tensors, scalars, max_elements)
+        if recorded:
+            self.flat = {name: tensors[name].reshape(t.shape) for name, t in self.flat.items()}
         self.double = exact
         self.stored: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}

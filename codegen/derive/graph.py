@@ -8,13 +8,16 @@ the others simplify. No simplification changes a value by more than rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kgen.dsl import ir
 from kgen.dsl.affine import FloorDiv, Mod, Poly, Sym
 from kgen.dsl.dtypes import BOOL, I64, DType
 from kgen.dsl.source import Span
+
+# An index over tiles of an extent, one of some that are preferred if possible and none of others.
+Spare = Callable[[Poly, tuple[str, ...], frozenset[str]], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,24 +276,60 @@ class Graph:
             memo[a] = self.rebuild(a, tuple(self.replace(x, new, memo) for x in a.args))
         return memo[a]
 
-    def at_index(self, a: Node, env: Mapping[str, Poly], memo: dict[Node, Node] | None = None) -> Node:
-        """The value of `a` where its free indices are those of `env`. Every value is recomputed from inputs, so this
-        may also be what another program computes."""
-        memo = {} if memo is None else memo
-        if not a.axes & env.keys():
+    def at_index(self, a: Node, env: Mapping[str, Poly], spare: Spare) -> Node:
+        """The value of `a` where its free indices are those of `env`, all replaced at once. Every value is recomputed
+        from inputs, so this may also be what another program computes.
+
+        An index that a reduction runs over is another one than an index of that name outside: it is left alone, and
+        gives way to `spare(extent, preferred, avoided)`, an index over tiles, where `env` puts its name inside."""
+        return self._at_index(a, env, spare, {})
+
+    def _at_index(
+        self, a: Node, env: Mapping[str, Poly], spare: Spare, memo: dict[tuple[Node, frozenset[tuple[str, Poly]]], Node]
+    ) -> Node:
+        env = {name: p for name, p in env.items() if name in a.axes}  # only what is free in `a`
+        if not env:
             return a
-        if a not in memo:
-            args = tuple(self.at_index(x, env, memo) for x in a.args)
+        key = a, frozenset(env.items())
+        if key not in memo:
+            if a.kind == "reduce":
+                memo[key] = self._reduce_at(a, env, spare, memo)
+                return memo[key]
+            args = tuple(self._at_index(x, env, spare, memo) for x in a.args)
             if a.kind == "index":
                 assert isinstance(a.data, Poly)
-                memo[a] = self.index(self.fold(a.data.substitute(env)))
+                memo[key] = self.index(self.fold(a.data.substitute(env)))
             elif a.kind == "load":
                 gathers = iter(args)
                 at = [self.fold(p.substitute(env)) if isinstance(p, Poly) else next(gathers) for p in a.at]
-                memo[a] = self.load(a.tensor, at, a.dtype, a.span)
+                memo[key] = self.load(a.tensor, at, a.dtype, a.span)
             else:
-                memo[a] = self.rebuild(a, args)
-        return memo[a]
+                memo[key] = self.rebuild(a, args)
+        return memo[key]
+
+    def _reduce_at(
+        self,
+        a: Node,
+        env: Mapping[str, Poly],
+        spare: Spare,
+        memo: dict[tuple[Node, frozenset[tuple[str, Poly]]], Node],
+    ) -> Node:
+        """A reduction where its free indices, all those of `env`, are moved. What it runs over is renamed where it
+        would capture an index of the new places."""
+        kind, over = a.reduction
+        arriving = frozenset[str]().union(*(self.names(p) for p in env.values()))
+        inside = {*over, *arriving, *(a.axes - env.keys())}
+        inner, new = dict(env), []
+        for name in over:
+            if name in arriving:
+                fresh = spare(self.extents[name], tuple(env), frozenset(inside))
+                inside.add(fresh)
+                inner[name] = Poly.sym(fresh)
+                name = fresh
+            new.append(name)
+        arg = self._at_index(a.args[0], inner, spare, memo)
+        ordered = tuple(new) if len(new) == 1 else tuple(n for n in self.extents if n in new)
+        return self.make("reduce", (kind, ordered), (arg,), a.dtype, arg.axes - frozenset(new), a.span)
 
     def fold(self, p: Poly) -> Poly:
         """`p` with `j // c` and `j % c` folded for indices j that stay below c."""

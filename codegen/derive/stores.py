@@ -144,35 +144,70 @@ class Planner:
 
     def _at_one_index(self, tensor: ir.Tensor, parts: list[Part], position: int) -> list[Part]:
         extent = tensor.shape[position]
-        graph = self.graph
         turned = [self._inverse(p, position, extent) for p in parts]
-        compared = [p for p, t in zip(parts, turned, strict=True) if t is None]
-        busy = frozenset[str]().union(*(_axes_of(graph, p) for p in compared))
-        plain = [s.as_symbol for p in parts if isinstance(s := p.at[position], Poly)]
-        spread = {t[0] for t in turned if t is not None} & self.parallel
-        own = [n for n in plain if n in self.axes and self.axes[n].extent == extent and n not in busy]
-        others = [a.name for a in self.axes.values() if a.kind == "tile" and a.extent == extent and a.name not in busy]
-        others = [n for n in others if all(n not in _axes_of(graph, p) for p in parts)]
-        if spread:
-            chosen = next(iter(spread)) if len(spread) == 1 and not compared else None
-            if chosen is None or any(t is not None and t[0] != chosen for t in turned):
-                raise _cannot(tensor, parts)
-        else:
-            chosen = (own + others + [None])[0] or self._new_axis(_index_name(extent), extent).name
+        chosen = self._index_for(parts, turned, position, extent)
+        if chosen is None:
+            raise _cannot(tensor, parts)
         here = Poly.sym(chosen)
         out = []
         for part, turn in zip(parts, turned, strict=True):
-            graph.span = part.span
-            at = list(part.at)
-            if turn is not None:
-                env = {turn[0]: turn[1].substitute({"?": here})}
-                at = [graph.fold(s.substitute(env)) if isinstance(s, Poly) else graph.at_index(s, env) for s in at]
-                at[position] = here
-                out.append(replace(part, at=tuple(at), value=graph.at_index(part.value, env)))
+            self.graph.span = part.span
+            if turn is None:
+                at = (*part.at[:position], here, *part.at[position + 1 :])
+                out.append(self._compared(tensor, part, position, at))
             else:
-                at[position] = here
-                out.append(self._compared(tensor, part, position, tuple(at)))
+                out.append(self._moved(part, position, turn, chosen))
         return out
+
+    def _index_for(
+        self, parts: list[Part], turned: list[tuple[str, Poly] | None], position: int, extent: Poly
+    ) -> str | None:
+        """The index that all `parts` can have at this position: one that they have there, else one that they lack."""
+        plain = [s.as_symbol for p in parts if isinstance(s := p.at[position], Poly)]
+        spread = [t[0] for t in turned if t is not None and t[0] in self.parallel]
+        own = [n for n in plain if n in self.axes and self.axes[n].extent == extent]
+        others = [a.name for a in self.axes.values() if a.kind == "tile" and a.extent == extent]
+        others = [n for n in others if all(n not in _axes_of(self.graph, p) for p in parts)]
+        for name in dict.fromkeys((*spread, *own, *others)):
+            if all(self._takes(p, t, name) for p, t in zip(parts, turned, strict=True)):
+                return name
+        return None if spread else self._new_axis(_index_name(extent), extent).name
+
+    def _takes(self, part: Part, turn: tuple[str, Poly] | None, chosen: str) -> bool:
+        """Whether `part` can have the index `chosen` at the place that `turn` tells of, or be compared with it."""
+        free = _axes_of(self.graph, part) | self.parallel
+        if turn is None:
+            return chosen not in free
+        # Every program has its gradient: an index over programs can only change places with one that is there.
+        return chosen == turn[0] or chosen in free or turn[0] not in self.parallel
+
+    def _moved(self, part: Part, position: int, turn: tuple[str, Poly], chosen: str) -> Part:
+        """`part` with `chosen` at this position. Where it has that index already the two change places: a part stands
+        for all values of its indices, whatever they are called."""
+        graph = self.graph
+        old, place = turn
+        here = Poly.sym(chosen)
+        env = {old: place.substitute({"?": here})}
+        if chosen != old and chosen in _axes_of(graph, part) | self.parallel:
+            env[chosen] = Poly.sym(old)
+        at = [
+            graph.fold(s.substitute(env)) if isinstance(s, Poly) else graph.at_index(s, env, self._spare)
+            for s in part.at
+        ]
+        at[position] = here
+        moved = replace(part, at=tuple(at), value=graph.at_index(part.value, env, self._spare))
+        if chosen in self.parallel and old not in self.parallel and old not in _axes_at(graph, at):
+            # What all programs added to one element is now along a tile.
+            moved = replace(moved, value=graph.sum(moved.value, (old,)))
+        return moved
+
+    def _spare(self, extent: Poly, preferred: tuple[str, ...], avoided: frozenset[str]) -> str:
+        """A tile index of this extent, none of those `avoided`; a new one where there is none."""
+        for name in (*preferred, *self.axes):
+            axis = self.axes.get(name)
+            if axis is not None and axis.kind == "tile" and axis.extent == extent and name not in avoided:
+                return name
+        return self._new_axis(_index_name(extent), extent).name
 
     def _compared(self, tensor: ir.Tensor, part: Part, position: int, at: tuple[Subscript, ...]) -> Part:
         """A gather: the element that is not the one named by the subscript receives 0."""
@@ -181,7 +216,7 @@ class Planner:
         here = at[position]
         assert isinstance(here, Poly)
         node = graph.index(sub) if isinstance(sub, Poly) else sub
-        kept = frozenset[str]().union(*(graph.names(s) if isinstance(s, Poly) else s.axes for s in at))
+        kept = _axes_at(graph, at)
         if node.axes & self.parallel - kept:
             if isinstance(sub, Poly):
                 raise _cannot(tensor, [part])
@@ -208,9 +243,7 @@ class Planner:
             return None
         (name,) = names
         elsewhere = [s for i, s in enumerate(part.at) if i != position]
-        if self.axes[name].extent != extent or any(
-            name in (s.symbols if isinstance(s, Poly) else s.axes) for s in elsewhere
-        ):
+        if self.axes[name].extent != extent or name in _axes_at(self.graph, elsewhere):
             return None
         here = Poly.sym("?")
         atoms = [mono[0] for mono, c in sub.terms if len(mono) == 1 and c == 1]
@@ -258,8 +291,11 @@ def _index_name(extent: Poly) -> str:
 
 
 def _axes_of(graph: Graph, part: Part) -> frozenset[str]:
-    subscripts = (graph.names(s) if isinstance(s, Poly) else s.axes for s in part.at)
-    return part.value.axes.union(*subscripts)
+    return part.value.axes | _axes_at(graph, part.at)
+
+
+def _axes_at(graph: Graph, at: Iterable[Subscript]) -> frozenset[str]:
+    return frozenset[str]().union(*(graph.names(s) if isinstance(s, Poly) else s.axes for s in at))
 
 
 def _cannot(tensor: ir.Tensor, parts: Sequence[Part]) -> DeriveError:
