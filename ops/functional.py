@@ -160,6 +160,8 @@ def log_softmax(
 
 def _along(name: str, x: torch.Tensor, dim: int, backend: str | None, out: torch.Tensor | None) -> torch.Tensor:
     """A kernel over the last dimension, applied along `dim` of `x` without a copy."""
+    if not isinstance(dim, int):
+        raise ArgumentError(f"{name}: dim must be an integer, got {dim!r}")
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or not -x.dim() <= dim < x.dim():
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ArgumentError(f"{name}: dim {dim} is not a dimension of x, got {shape}")
@@ -185,19 +187,43 @@ def rope(
     """Queries and keys rotated by position (Su et al. 2021, arXiv:2104.09864); one kernel for both.
 
     q: `[B, S, HQ, D]`, k: `[B, S, HK, D]`, any strides (transpose a `[B, H, S, D]` tensor to pass it). cos, sin:
-    `[P, R]`, one row a position, R <= D even; or `[B, S, R]` (`[1, S, R]`), one row a token. The first R features are
-    rotated and the rest pass through. positions: `[B, S]` int64 rows of the tables; without it token s takes row s.
+    `[P, R]`, one row a position, R <= D even; or one row a token, each `[B, S, R]` or `[1, S, R]` (both `[1, P, R]`:
+    the first S rows serve). The first R features are rotated and the rest pass through. positions: `[B, S]` int64 rows
+    of `[P, R]` tables; without it token s takes row s.
     interleaved: pairs are features (2d, 2d + 1) instead of (d, d + R/2).
     Returns the rotated q and k, laid out in memory as they came (under torch.compile: contiguous).
     """
-    if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in (cos, sin)):
+    if _rank(cos) == 3 or _rank(sin) == 3:
         if positions is not None:
             raise ArgumentError("rope: positions select rows of [P, R] tables, and cos and sin have one row a token")
-        batch, tokens = q.shape[:2]
-        shared = cos.shape[0] == 1 or cos.stride(0) == 0 == sin.stride(0)
-        if not shared:
-            positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
-        cos, sin = (t[0] if shared else t.reshape(-1, t.shape[-1]) for t in (cos, sin))
+        cos, sin, positions = _rows_of_tokens(q, cos, sin)
     return _kernel("rope", "rope")(
         q, k, cos, sin, positions=positions, interleaved=interleaved, backend=backend, like=(q, k)
+    )
+
+
+def _rank(t: torch.Tensor) -> int | None:
+    return t.dim() if isinstance(t, torch.Tensor) else None
+
+
+def _rows_of_tokens(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tables with one row a token as tables [P, R], and the row of each token, None where token s has row s."""
+    if _rank(q) != 4:
+        got = tuple(q.shape) if isinstance(q, torch.Tensor) else f"a {type(q).__name__}"
+        raise ArgumentError(f"rope: argument 'q' must have shape [B, S, HQ, D], got {got}")
+    batch, tokens = q.shape[:2]
+    if _rank(cos) == 3 and _rank(sin) == 3 and cos.shape[2] == sin.shape[2]:
+        if cos.shape[0] == 1 == sin.shape[0] and cos.shape[1] == sin.shape[1] >= tokens:
+            return cos[0], sin[0], None
+        if all(t.shape[0] in (1, batch) and t.shape[1] == tokens for t in (cos, sin)):
+            if batch and all(t.shape[0] == 1 or t.stride(0) == 0 for t in (cos, sin)):
+                return cos[0], sin[0], None
+            cos, sin = (t.expand(batch, -1, -1).flatten(0, 1) for t in (cos, sin))
+            return cos, sin, torch.arange(batch * tokens, device=q.device).view(batch, tokens)
+    got = " and ".join(str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in (cos, sin))
+    raise ArgumentError(
+        f"rope: cos and sin must have one row a token, [B, S, R] or [1, S, R] with [B, S] = [{batch}, {tokens}] by q, "
+        f"or both one row a position, [P, R]; got {got}"
     )

@@ -95,13 +95,13 @@ def cross_entropy_(
 
 
 def kept_weight(target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100) -> torch.Tensor:
-    """What the mean of a cross entropy divides by: the number of labels that are not `ignore_index`, or the sum of
-    their class weights. A scalar in f32 on the device of `target`."""
+    """What the mean of a cross entropy divides by, a scalar on the device of `target`: the number of labels that are
+    not `ignore_index`, in int64, or the sum of their class weights, in f32."""
     kept = target != ignore_index
     if weight is None:
-        return kept.sum().float()
+        return kept.sum()
     # A label out of range makes the loss NaN whatever it is divided by; here it must only stay in bounds.
-    labels = target.clamp(0, weight.shape[0] - 1).long()
+    labels = target.long().clamp(0, weight.shape[0] - 1)  # int8 does not hold the bounds
     return weight.detach().float()[labels].masked_fill(~kept, 0.0).sum()
 
 
@@ -113,12 +113,18 @@ def check_reduction(op: str, reduction: str) -> None:
 
 def options_of(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> dict[str, Any]:
     """The scalars of the kernels, and which of their terms are there at all. Raises ArgumentError for bad ones."""
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ArgumentError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
-    if not -math.inf < z_loss < math.inf:  # a comparison, as z_loss may be symbolic under torch.compile
-        raise ArgumentError(f"{op}: z_loss must be finite, got {z_loss}")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        raise ArgumentError(f"{op}: softcap must be a positive number or None, got {softcap}")
+    try:
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ArgumentError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
+        if not -math.inf < z_loss < math.inf:  # a comparison, as z_loss may be symbolic under torch.compile
+            raise ArgumentError(f"{op}: z_loss must be finite, got {z_loss}")
+        if softcap is not None and not 0.0 < softcap < math.inf:
+            raise ArgumentError(f"{op}: softcap must be a positive number or None, got {softcap}")
+    except (TypeError, RuntimeError):  # of a comparison; the latter of tensors
+        for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
+            if not _compares(value):
+                raise ArgumentError(f"{op}: {name} must be a number, got {value!r}") from None
+        raise
     return {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
@@ -126,6 +132,13 @@ def options_of(op: str, label_smoothing: float, z_loss: float, softcap: float | 
         "smoothed": label_smoothing != 0.0,
         "capped": softcap is not None,
     }
+
+
+def _compares(value: Any) -> bool:
+    try:
+        return bool(value < 0.0) in (True, False)
+    except (TypeError, RuntimeError):
+        return False
 
 
 def _labels(op: str, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

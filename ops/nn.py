@@ -191,6 +191,9 @@ class RotaryEmbedding(nn.Module):
             raise ArgumentError(f"RotaryEmbedding: q must be [B, S, H, D] with D at least {self.dim}, got {got}")
         if positions is None:
             self._grow(q.shape[1])
+        elif not isinstance(positions, torch.Tensor) or positions.dtype != torch.int64:
+            got = positions.dtype if isinstance(positions, torch.Tensor) else f"a {type(positions).__name__}"
+            raise ArgumentError(f"RotaryEmbedding: positions must be an int64 tensor [B, S] or None, got {got}")
         elif positions.device.type == "cpu" and positions.numel():
             low, high = (int(p) for p in positions.aminmax())
             if low < 0:

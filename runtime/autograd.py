@@ -25,7 +25,7 @@ from kgen.dsl.check import Signature, TensorParam
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.parser import parse_text
-from kgen.runtime.binding import examine, no_vmap
+from kgen.runtime.binding import examine, no_vmap, refuse_scalar_gradient
 from kgen.runtime.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def training(kernel: Kernel, values: Sequence[Any], wanted: tuple[int, ...]) -> 
     """
     try:
         dtypes = tuple(None if (t := values[i]) is None else t.dtype for i in kernel.tensor_at)
-        consts = tuple((type(v := values[i]), repr(v)) for i in kernel.const_at)
+        consts = tuple((type(v := values[i]), v if v is True or v is False else exact_text(v)) for i in kernel.const_at)
     except AttributeError:  # something that is no tensor, which examine says
         examine(kernel.signature, values, None)
         raise
@@ -106,6 +106,11 @@ def training(kernel: Kernel, values: Sequence[Any], wanted: tuple[int, ...]) -> 
     return kernel.trainings.get_or_build(key, build)
 
 
+def exact_text(value: Any) -> str:
+    """The value of a const parameter as text, which tells 0.0 and -0.0 apart; that of a tensor with all its digits."""
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
 def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -> Training:
     from kgen.runtime.kernel import Kernel as Made  # which imports this module
 
@@ -117,6 +122,7 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -
     module = parse_text(derived.forward_text, f"{derived.forward.name}.kdsl")
     renamed = tuple(replace(k, name=kernel.name) for k in module.kernels)
     forward = Made(replace(module, kernels=renamed), kernel.name)
+    forward.recorded = True
     backward = Made(parse_text(derived.backward_text, f"{derived.backward.name}.kdsl"), derived.backward.name)
     takes = [p for p in backward.signature.params if isinstance(p, TensorParam) and p.name in position]
     saved = tuple(position[p.name] for p in takes)
@@ -200,8 +206,13 @@ def record(
     kernel: Kernel, values: list[Any], wanted: tuple[int, ...], choice: str, like: Sequence[torch.Tensor] | None
 ) -> Any:
     """Call `kernel` so that its outputs carry the gradients of the parameters `wanted`; see `Kernel.__call__`."""
+    function = _Call
+    if torch._C._are_functorch_transforms_active():
+        function = _TransformedCall
+        for i in (*kernel.scalar_at, *kernel.const_at):  # its forward sees what is wrapped, here, as plain tensors
+            if isinstance(v := values[i], torch.Tensor):
+                refuse_scalar_gradient(kernel.name, kernel.signature.params[i].name, v, True)
     t = training(kernel, values, wanted)
-    function = _TransformedCall if torch._C._are_functorch_transforms_active() else _Call
     results = cast(Any, function).apply(t, choice, like, *values)
     return results[0] if t.outputs == 1 else tuple(results[: t.outputs])
 
@@ -220,10 +231,9 @@ def refuse(kernel: Kernel, values: Sequence[Any], wanted: Sequence[int], outs: S
 
 def refuse_tangents(kernel: Kernel, values: Sequence[Any]) -> None:
     """Raise for a value inside `torch.autograd.forward_ad.dual_level` that carries a tangent."""
-    for i in kernel.tensor_at:
-        t = values[i]
+    for p, t in zip(kernel.signature.params, values, strict=True):
         if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise no_forward_mode(kernel.name, f"argument '{kernel.signature.params[i].name}'")
+            raise no_forward_mode(kernel.name, f"argument '{p.name}'")
 
 
 def no_forward_mode(kernel: str, what: str) -> ArgumentError:

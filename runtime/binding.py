@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from kgen.codegen.torch_dtypes import FROM_TORCH
 from kgen.dsl.check import ScalarParam, Signature, Specialization, TensorParam
@@ -112,11 +112,12 @@ def _default(p: TensorParam | ScalarParam) -> Any:
 # ---- scalars -------------------------------------------------------------------------------------------------------
 
 
-def scalar_converter(kernel: str, name: str, dtype: DType) -> Callable[[Any], ScalarValue]:
+def scalar_converter(kernel: str, name: str, dtype: DType, *, recorded: bool = False) -> Callable[[Any], ScalarValue]:
     """A function from what a caller may pass for scalar `name` to a Python value of `dtype`.
 
     It takes Python and numpy numbers and CPU tensors with one element. It raises ArgumentError for anything else, for
-    an integer that does not fit, and for a GPU tensor, whose value only a synchronisation could tell.
+    an integer that does not fit, for a GPU tensor, whose value only a synchronisation could tell, and for a tensor
+    whose gradient is asked for. `recorded`: the call is part of one that records gradients, with the grad mode off.
     """
 
     def plain(value: Any) -> Any:
@@ -126,6 +127,7 @@ def scalar_converter(kernel: str, name: str, dtype: DType) -> Callable[[Any], Sc
                     f"{kernel}: scalar argument '{name}' must be a number, "
                     f"got a tensor of shape {tuple(value.shape)} on {value.device}"
                 )
+            refuse_scalar_gradient(kernel, name, value, recorded or torch.is_grad_enabled())
             return value.item()
         return value
 
@@ -176,6 +178,23 @@ def scalar_converter(kernel: str, name: str, dtype: DType) -> Callable[[Any], Sc
         return math.copysign(math.inf, value) if value >= largest or value <= -largest else value
 
     return to_float
+
+
+def refuse_scalar_gradient(kernel: str, name: str, value: torch.Tensor, recording: bool) -> None:
+    """Raise for the value of scalar `name` that a transform differentiates or batches, or, where gradients are
+    recorded, that requires grad: no gradient would reach it, which means one of zero."""
+    if is_batchedtensor(value):
+        raise no_vmap(kernel)
+    if is_functorch_wrapped_tensor(value) or (recording and value.requires_grad):
+        raise no_scalar_gradient(kernel, name)
+
+
+def no_scalar_gradient(kernel: str, name: str) -> ArgumentError:
+    """The error for scalar `name`, whose gradient is asked for."""
+    return ArgumentError(
+        f"{kernel}: scalar argument '{name}' requires grad, and gradients of scalars are not derived; pass a number, "
+        f"or {name}.detach() where its gradient is not wanted"
+    )
 
 
 # The least magnitude that rounds to infinity: the largest finite value and half a unit in its last place.
@@ -267,6 +286,11 @@ def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
         raise ArgumentError(
             f"{kernel}: argument '{p.name}' belongs to a transform of torch.func, and under torch.no_grad() none "
             f"reaches into a kernel; pass x.detach() where its gradient is not wanted"
+        )
+    if plain and is_legacy_batchedtensor(value):
+        raise ArgumentError(
+            f"{kernel}: many gradients at once (vectorize=True, is_grads_batched=True) are a vmap, which does not "
+            f"reach into a kernel; ask for one after another"
         )
     if plain and not has_memory(type(value)):
         raise ArgumentError(

@@ -67,11 +67,13 @@ class Kernel:
         # The first line is that of help() on functions without source, which it shows nothing else of.
         self.__doc__ = doc if shown is None else f"{name}{shown}\n\n{doc}"
         self._binder = Binder(self.signature)
+        # Whether its calls are those of a training form, inside which torch has the grad mode off.
+        self.recorded = False
         self.has_float_output = autograd.float_output(self.signature)
         params = self.signature.params
         self.tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
         self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
-        self._scalar_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and not p.const)
+        self.scalar_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and not p.const)
         self.inout_at = tuple(i for i in self.tensor_at if _role(params[i]) == "inout")
         self._ready: dict[tuple[Any, ...], ReadyCall] = {}
         self._plans: Plans = SingleFlight()
@@ -258,7 +260,7 @@ class Kernel:
         models = {t.name: x for t, x in zip(outputs, like or (), strict=False)}
         arguments = [self._argument(t, given.get(t.name), models.get(t.name), dims, leading) for t in kernel.tensors]
         new = arguments[len(arguments) - len(outputs) :]
-        scalars = [_scalar_slot(self.name, i, s) for i, s in zip(self._scalar_at, kernel.scalars, strict=True)]
+        scalars = self._scalar_slots(kernel)
         event = events.Launch(self.name, executor.name, str(device), 0)
         empty = all(0 in a.shape for a in arguments if a.written)
         if empty or prod(max(0, a.extent.evaluate(dims)) for a in kernel.parallel) == 0:
@@ -270,6 +272,11 @@ class Kernel:
         launch, grid = built.prepare(where)
         event = events.Launch(self.name, executor.name, str(device), grid)
         return ReadyCall(self.name, device, arguments, new, scalars, launch, built, event, (), outs is not None)
+
+    def _scalar_slots(self, kernel: ir.Kernel) -> list[ScalarSlot]:
+        return [
+            _scalar_slot(self.name, i, s, self.recorded) for i, s in zip(self.scalar_at, kernel.scalars, strict=True)
+        ]
 
     def _bind_dims(
         self, kernel: ir.Kernel, shapes: Mapping[str, tuple[int, ...]]
@@ -347,7 +354,7 @@ class Kernel:
         spec, _ = examine(self.signature, values, outs)
         kernel = self.specialize(spec)
         tensors = [t for i in self.tensor_at if (t := values[i]) is not None]
-        slots = [_scalar_slot(self.name, i, s) for i, s in zip(self._scalar_at, kernel.scalars, strict=True)]
+        slots = self._scalar_slots(kernel)
         inputs = (t for t in kernel.tensors if t.role != "out")
         check_gathers(
             kernel,
@@ -372,8 +379,8 @@ def _admit(kind: type) -> None:
     _PLAIN.add(kind)
 
 
-def _scalar_slot(kernel: str, i: int, s: ir.ScalarParam) -> ScalarSlot:
-    convert = scalar_converter(kernel, s.name, s.dtype)
+def _scalar_slot(kernel: str, i: int, s: ir.ScalarParam, recorded: bool) -> ScalarSlot:
+    convert = scalar_converter(kernel, s.name, s.dtype, recorded=recorded)
     if s.default is None:
         return i, convert, object(), 0  # nothing that is passed is this default
     return i, convert, s.default, convert(s.default)

@@ -26,7 +26,7 @@ from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.runtime import autograd, registry
-from kgen.runtime.binding import examine
+from kgen.runtime.binding import examine, no_scalar_gradient
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.kernel import Kernel, by_serial
 from kgen.runtime.loading import load_packaged
@@ -46,6 +46,8 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
     """
     _refuse_transforms(kernel.serial)
     choice = _choice(backend)
+    for i in (*kernel.scalar_at, *kernel.const_at):
+        values[i] = number(kernel.name, kernel.signature.params[i].name, values[i])
     wanted: tuple[int, ...] = ()
     if torch.is_grad_enabled():
         wanted = tuple(i for i in kernel.tensor_at if values[i] is not None and values[i].requires_grad)
@@ -65,6 +67,21 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
     if isinstance(results, torch.Tensor):
         return results
     return results[0] if count == 1 else tuple(results[:count])
+
+
+def number(kernel: str, name: str, value: Any) -> Any:
+    """The number that is passed for scalar `name`, where it is the element of a tensor too: a trace ends there, and
+    goes on behind the call."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if torch.is_grad_enabled() and value.requires_grad:
+        _refuse_scalar_gradient(kernel, name)
+    return value.item()
+
+
+@torch.compiler.assume_constant_result
+def _refuse_scalar_gradient(kernel: str, name: str) -> None:
+    raise no_scalar_gradient(kernel, name)
 
 
 def _settled(value: Any) -> Any:

@@ -135,6 +135,7 @@ def test_a_table_of_positions_that_is_too_short_grows_under_compile() -> None:
     assert torch.equal(f(x, labels), model(x, labels))
 
 
+TABLES = randn(2, 3, 8, seed=2), randn(2, 3, 8, seed=3)
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "rms_norm": (lambda x, w: ops.rms_norm(x, w, casting="llama"), (randn(3, 8), randn(8, seed=1))),
     "rms_norm-plain": (lambda x: ops.rms_norm(x), (randn(3, 8),)),
@@ -147,6 +148,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "rope": (
         lambda q, k, c, s: ops.rope(q, k, c, s),
         (randn(2, 3, 2, 8), randn(2, 3, 1, 8, seed=1), randn(4, 8, seed=2), randn(4, 8, seed=3)),
+    ),
+    "rope-tokens": (
+        lambda q, k: ops.rope(q, k, TABLES[0], TABLES[1][:1]),
+        (randn(2, 3, 2, 8), randn(2, 3, 1, 8, seed=1)),
     ),
     "group_norm": (
         lambda x, w, b: UNPLANNED.group_norm(x, w, b, G=3, eps=1e-3),

@@ -219,6 +219,24 @@ def test_labels_of_any_integer_dtype_and_stride(backend: str) -> None:
     close(ops.cross_entropy(one, torch.tensor(3), backend=backend), F.cross_entropy(one.double(), torch.tensor(3)), one)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("classes", [100, 300])  # the latter are more than either dtype can say
+def test_weights_of_classes_that_labels_cannot_name(backend: str, dtype: torch.dtype, classes: int) -> None:
+    logits, weight = randn(4, classes), randn(classes, seed=1).abs()
+    target = torch.tensor([1, 99, 7, 0], dtype=dtype)
+    expected = weight.double()[[1, 99, 0]].sum()
+    assert abs(ops.kept_weight(target, weight, 7) - expected) <= 3 * F32 * expected
+    kwargs: dict[str, Any] = {"weight": weight, "ignore_index": 7}
+    got = ops.cross_entropy(logits, target, backend=backend, **kwargs)
+    close(got, formula(logits, target.long(), **kwargs), logits, 4.0)
+
+
+def test_kept_labels_are_counted_exactly() -> None:
+    target = torch.zeros((), dtype=torch.int64).expand(2**24 + 3)  # f32 has no such number
+    assert ops.kept_weight(target).item() == 2**24 + 3
+    assert ops.kept_weight(target, ignore_index=0).item() == 0
+
+
 def test_ignore_index_that_is_a_class(backend: str) -> None:
     logits, target = randn(5, 6), torch.tensor([0, 3, 3, 5, 1])
     kwargs: dict[str, Any] = {"target": target, "ignore_index": 3, "label_smoothing": 0.2}
@@ -322,6 +340,11 @@ X, T = torch.zeros(2, 5), torch.tensor([0, 1])
         ({"reduction": "avg"}, "reduction"),
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"label_smoothing": math.nan}, "label_smoothing"),
+        ({"label_smoothing": "a"}, "label_smoothing must be a number, got 'a'"),
+        ({"label_smoothing": None}, "label_smoothing must be a number, got None"),
+        ({"z_loss": "a"}, "z_loss must be a number, got 'a'"),
+        ({"softcap": [1.0]}, "softcap must be a number"),
+        ({"softcap": torch.ones(2)}, "softcap must be a number"),
         ({"z_loss": math.inf}, "z_loss"),
         ({"softcap": 0.0}, "softcap"),
         ({"weight": torch.ones(4)}, "V"),

@@ -228,6 +228,8 @@ def test_rotary_tables_grow_and_stay_exact() -> None:
             "positions must not be negative",
         ),
         (lambda: kgen.nn.RotaryEmbedding(8)(randn(1, 1, 1, 8), randn(1, 1, 1, 8), torch.ones(1, 1)), "positions"),
+        (lambda: kgen.nn.RotaryEmbedding(8)(*[randn(1, 2, 1, 8)] * 2, [0, 1]), "positions must be .* got a list"),
+        (lambda: kgen.nn.RotaryEmbedding(8)(*[randn(1, 2, 1, 8)] * 2, torch.ones(1, 2).int()), "positions .*int32"),
         (lambda: kgen.nn.CrossEntropyLoss(reduction="avg"), "reduction"),
         (lambda: kgen.nn.CrossEntropyLoss(label_smoothing=2.0), "label_smoothing"),
         (lambda: kgen.nn.CrossEntropyLoss(softcap=-1.0), "softcap"),

@@ -181,6 +181,48 @@ def test_rope_positions_and_per_token_tables(backend: str) -> None:
         assert torch.equal(y, z)
 
 
+# Leading sizes of cos and of sin, and how many rows more than tokens they have.
+TOKEN_TABLES = [(2, 2, 0), (1, 2, 0), (2, 1, 0), (1, 1, 0), (1, 1, 3)]
+
+
+@pytest.mark.parametrize(("cos_batch", "sin_batch", "more"), TOKEN_TABLES)
+def test_rope_rows_of_tokens_are_those_of_their_batch(backend: str, cos_batch: int, sin_batch: int, more: int) -> None:
+    q, k = randn(2, 3, 4, 8), randn(2, 3, 1, 8, seed=1)
+    cos, sin = randn(cos_batch, 3 + more, 8, seed=2), randn(sin_batch, 3 + more, 8, seed=3)
+    for y, x in zip(ops.rope(q, k, cos, sin, backend=backend), (q, k), strict=True):
+        close(y, rope_formula(x, cos[:, :3], sin[:, :3], False), scale=8.0)
+
+
+def test_rope_rows_of_tokens_seen_from_all_batches(backend: str) -> None:
+    q, k = randn(2, 3, 4, 8), randn(2, 3, 1, 8, seed=1)
+    cos, sin = randn(1, 3, 8, seed=2), randn(1, 3, 8, seed=3)
+    expected = ops.rope(q, k, cos, sin, backend=backend)
+    for c, s in ((cos.expand(2, 3, 8), sin), (cos.expand(2, 3, 8), sin.expand(2, 3, 8))):
+        assert all(map(torch.equal, ops.rope(q, k, c, s, backend=backend), expected))
+    for c in (cos[:0], cos):
+        assert ops.rope(q[:0], k[:0], c, c, backend=backend)[0].shape == (0, 3, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("cos", "sin"),
+    [
+        ((2, 5, 8), (2, 5, 8)),  # longer: whose rows are they from the second batch on?
+        ((2, 2, 8), (2, 2, 8)),
+        ((1, 2, 8), (1, 2, 8)),
+        ((3, 3, 8), (3, 3, 8)),
+        ((1, 5, 8), (2, 3, 8)),
+        ((1, 5, 8), (1, 3, 8)),
+        ((2, 3, 8), (2, 3, 6)),
+        ((2, 3, 8), (3, 8)),
+        ((3, 8), (1, 3, 8)),
+    ],
+)
+def test_rope_tables_of_other_tokens_are_refused(cos: tuple[int, ...], sin: tuple[int, ...]) -> None:
+    with pytest.raises(kgen.ArgumentError, match=r"^rope: cos and sin must have one row a token.*\[2, 3\]") as caught:
+        ops.rope(randn(2, 3, 4, 8), randn(2, 3, 1, 8), randn(*cos), randn(*sin))
+    assert str(cos) in str(caught.value) and str(sin) in str(caught.value)
+
+
 def test_rope_takes_transposed_heads_and_keeps_their_layout(backend: str) -> None:
     q, k = randn(2, 4, 5, 8).transpose(1, 2), randn(2, 2, 5, 8, seed=1).transpose(1, 2)
     cos, sin = tables(5, 8, False, torch.float32)
@@ -226,6 +268,11 @@ def test_inputs_are_not_modified_and_out_is_used(backend: str) -> None:
         (lambda: ops.swiglu(randn(3, 4), randn(3, 4).half()), "up"),
         (lambda: ops.swiglu(randn(3, 4), None), "up"),  # type: ignore[arg-type]  # the mistake under test
         (lambda: ops.softmax(randn(3, 4), 2), "dim"),
+        (lambda: ops.softmax(randn(3, 4), 1.0), "softmax: dim must be an integer, got 1.0"),  # type: ignore[arg-type]
+        (lambda: ops.softmax(randn(3, 4), "n"), "softmax: dim must be an integer, got 'n'"),  # type: ignore[arg-type]
+        (lambda: ops.rope(3, *[randn(1, 2, 4)] * 3), "rope: argument 'q'.* got a int"),  # type: ignore[arg-type]
+        (lambda: ops.rope(*[randn(1, 2, 4)] * 4), r"rope: argument 'q'.* got \(1, 2, 4\)"),
+        (lambda: ops.rope(randn(1, 2, 3, 4), 3, *[randn(1, 2, 4)] * 2), "rope: argument 'k'"),  # type: ignore[arg-type]
         (lambda: ops.softmax(randn(3, 4), backend="cutlass"), "cutlass"),
         (lambda: ops.geglu(randn(3, 4), randn(3, 4), approximate="erf"), "approximate"),
     ],

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import kgen
+from kgen import ops
 
 MODULE = kgen.loads(
     "kernel square(x: T[*N]) -> (y: T[*N]):\n    parallel n in N\n    y[n] = x[n] * x[n]\n\n"
@@ -68,6 +69,96 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "grad, no_grad": (grad(lambda x: quietly(x).sum()), NO_GRAD),
     "grad of grad": (grad(lambda x: grad(total)(x).sum()), "second derivatives are not derived"),
 }
+
+
+SCALED = kgen.loads(
+    "kernel scaled(x: T[*N], s: f32, c: const f32 = 1.0) -> (y: T[*N]):\n    parallel n in N\n    y[n] = x[n] * s * c\n"
+)["scaled"]
+DOUBLE = kgen.loads(
+    "kernel scaled_(x: inout T[N, M], s: f32):\n    parallel n in N, m in M\n    x[n, m] = x[n, m] * s\n\n"
+    "op double(x: T[N, M], s: f32) -> (y: T[N, M]):\n    forward:\n        a = x @ x.T\n        y = a @ x\n"
+    "        scaled_(y, s=s)\n"
+)["double"]
+# Calls with a scalar whose gradient is asked for, and where x asks for one too.
+SCALARS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "scalar": lambda x, s: SCALED(x, s.requires_grad_()),
+    "scalar, x": lambda x, s: SCALED(x.requires_grad_(), s.requires_grad_()),
+    "const": lambda x, s: SCALED(x, 1.0, s.requires_grad_()),
+    "const, x": lambda x, s: SCALED(x.requires_grad_(), 1.0, s.requires_grad_()),
+    "grad": lambda x, s: grad(lambda s: SCALED(x, s).sum())(s),
+    "grad, x": lambda x, s: grad(lambda x, s: SCALED(x, s).sum(), (0, 1))(x, s),
+    "grad, const, x": lambda x, s: grad(lambda x, s: SCALED(x, 1.0, s).sum(), (0, 1))(x, s),
+    "grad, no_grad": lambda x, s: grad(torch.no_grad()(lambda s: SCALED(x, s).sum()))(s),
+    "rms_norm": lambda x, s: ops.rms_norm(x, eps=s.requires_grad_()),
+    "z_loss": lambda x, s: ops.cross_entropy(x, LABELS, z_loss=s.requires_grad_()),
+    "label_smoothing": lambda x, s: ops.cross_entropy(x.requires_grad_(), LABELS, label_smoothing=s.requires_grad_()),
+    "op": lambda x, s: ops.linear_cross_entropy(x, torch.ones(7, 5), LABELS, z_loss=s.requires_grad_()),
+    "op, x": lambda x, s: DOUBLE(x.requires_grad_(), s.requires_grad_()),
+}  # fmt: skip
+LABELS = torch.tensor([0, 3, 4])
+SCALAR = "requires grad, and gradients of scalars are not derived; pass a number, or "
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_the_gradient_of_a_scalar_is_refused(name: str) -> None:
+    x, s = torch.randn(3, 5), torch.tensor(0.25)
+    with pytest.raises(kgen.ArgumentError, match=SCALAR):
+        SCALARS[name](x, s)
+
+
+def test_transforms_of_a_scalar_alone_are_refused() -> None:
+    x, s = torch.randn(3, 5), torch.tensor(0.25)
+    with pytest.raises(kgen.ArgumentError, match=f"scaled: argument 's' {TANGENT}"):
+        jvp(lambda s: SCALED(x, s), (s,), (s,))
+    with pytest.raises(kgen.ArgumentError, match="scaled: vmap does not reach into a kernel"):
+        vmap(lambda s: SCALED(x, s))(s.expand(2))
+
+
+def test_a_scalar_whose_gradient_is_not_asked_for_is_a_number() -> None:
+    x, s = torch.randn(3, 5), torch.tensor(0.25, requires_grad=True)
+    assert torch.equal(SCALED(x, s.detach()), x * 0.25)
+    with torch.no_grad():
+        assert torch.equal(SCALED(x.requires_grad_(), s), x * 0.25)
+    SCALED(x, s.detach()).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 0.25))
+
+
+def test_tensors_for_a_const_are_told_apart_to_the_last_digit() -> None:
+    for x in (torch.ones(3), torch.ones(3, requires_grad=True)):
+        for value in (0.123411, 0.123409):  # torch prints both as 0.1234
+            assert torch.equal(SCALED(x, 1.0, torch.tensor(value)), torch.full((3,), value))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_the_gradient_of_a_scalar_is_refused_while_tracing(fullgraph: bool) -> None:
+    x, s = torch.randn(3, 5), torch.tensor(0.25)
+    traced = torch.compile(lambda x, s: SCALED(x, s), fullgraph=fullgraph, backend="aot_eager")
+    norm = torch.compile(lambda x, s: ops.rms_norm(x, eps=s), fullgraph=fullgraph, backend="aot_eager")
+    loss = torch.compile(lambda x, s: DOUBLE(x, s), fullgraph=fullgraph, backend="aot_eager")
+    for f in (traced, norm, loss):
+        with pytest.raises(Exception, match=SCALAR):
+            f(x, s.clone().requires_grad_())
+    if not fullgraph:
+        for f, expected in ((traced, x * 0.25), (norm, ops.rms_norm(x, eps=0.25)), (loss, DOUBLE(x, 0.25))):
+            assert torch.equal(f(x, s), expected)
+
+
+@pytest.mark.parametrize("how", ["jacobian", "grads"])
+def test_many_gradients_at_once_are_refused(how: str) -> None:
+    x = torch.randn(3, 5, requires_grad=True)
+    with pytest.raises(kgen.ArgumentError, match=r"many gradients at once .* are a vmap"):
+        if how == "jacobian":
+            torch.autograd.functional.jacobian(SQUARE, x, vectorize=True)
+        else:
+            torch.autograd.grad(SQUARE(x), x, torch.randn(4, 3, 5), is_grads_batched=True)
+
+
+def test_jacobians_row_by_row() -> None:
+    x = torch.randn(3, 5)
+    expected = torch.diag_embed(2.0 * x.flatten()).view(3, 5, 3, 5)
+    for create_graph in (False, True):
+        assert torch.equal(torch.autograd.functional.jacobian(SQUARE, x, create_graph=create_graph), expected)
+    assert torch.equal(jacrev(SQUARE, chunk_size=1)(x), expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,7 +25,7 @@ from kgen.dsl.dtypes import DTYPES
 from kgen.runtime.binding import examine
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host.op import HostOp, Options, by_serial, result_dtypes
-from kgen.runtime.library import _choice, _settled
+from kgen.runtime.library import _choice, _settled, number
 
 _lock = RLock()
 _defined: set[str] = set()
@@ -44,6 +44,8 @@ def call(
         raise ArgumentError(f"{op.name}: torch.compile does not take ops with collectives; call it outside, or under "
                             f"torch.compiler.disable")  # fmt: skip
     choice = _choice(backend)
+    for i in op.scalar_at:
+        values[i] = number(op.name, op.signature.params[i].name, values[i])
     wanted: tuple[int, ...] = ()
     if torch.is_grad_enabled():
         wanted = tuple(i for i in op.tensor_at if values[i] is not None and values[i].requires_grad)

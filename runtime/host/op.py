@@ -34,8 +34,8 @@ from kgen.dsl.host.check import elaborate_op, header, source_of
 from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
-from kgen.runtime.autograd import float_output, refuse_tangents
-from kgen.runtime.binding import Binder, examine, has_memory, is_fake, scalar_converter
+from kgen.runtime.autograd import exact_text, float_output, refuse_tangents
+from kgen.runtime.binding import Binder, examine, has_memory, is_fake, refuse_scalar_gradient, scalar_converter
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.host import ranks
@@ -100,7 +100,8 @@ class HostOp:
         self.collective, self._agreed = collectives_of(op, self.source.kernels)
         params = self.signature.params
         self.tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
-        self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
+        self.scalar_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam))
+        self.const_at = tuple(i for i in self.scalar_at if cast(Any, params[i]).const)
         self._kernel = kernel
         self._binder = Binder(self.signature)
         self._ready: dict[tuple[Any, ...], Ready] = {}
@@ -146,7 +147,7 @@ class HostOp:
         if group is not None and not self.collective:
             raise ArgumentError(f"{self.name}: group= is for ops that have collectives, and this one has none")
         values = self._binder.bind(args, kwargs)
-        if torch.compiler.is_dynamo_compiling() or any(map(is_symbolic, values)):
+        if torch.compiler.is_dynamo_compiling() or any(map(is_symbolic, [values[i] for i in self.tensor_at])):
             from kgen.runtime.host import library  # imports torch.compile's machinery
 
             return library.call(self, values, backend, workspace_mb, accumulate, chunk)
@@ -175,9 +176,13 @@ class HostOp:
         return found
 
     def requiring(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """The parameters among `values` that ask for a gradient. Raises ArgumentError for one with a tangent."""
+        """The parameters among `values` that ask for a gradient. Raises ArgumentError for one with a tangent, and for a
+        scalar that asks for one."""
         if forward_ad._current_level >= 0:
             refuse_tangents(cast(Any, self), values)
+        for i in self.scalar_at:
+            if isinstance(v := values[i], torch.Tensor):
+                refuse_scalar_gradient(self.name, self.signature.params[i].name, v, True)
         return tuple([i for i in self.tensor_at if getattr(values[i], "requires_grad", False)])
 
     def ready(self, values: Sequence[Any], wanted: tuple[int, ...], choice: str, options: Options) -> Ready:
@@ -190,7 +195,7 @@ class HostOp:
                 (type(t), t.dtype, t.device, t.shape) if isinstance(t := values[i], torch.Tensor) else t
                 for i in self.tensor_at
             ],
-            *[(type(v := values[i]), repr(v)) for i in self.const_at],
+            *[(type(v := values[i]), v if v is True or v is False else exact_text(v)) for i in self.const_at],
         )
         try:
             found = self._ready.get(key)
