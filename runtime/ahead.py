@@ -118,8 +118,12 @@ def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target
             raise ArgumentError(
                 f"{kernel.name}: index '{a.name}' has no values with {_listed(dims)}, so there is nothing to compile"
             )
-    memory = {t.name: Memory(shapes[t.name], _contiguous(shapes[t.name]), t.dtype.itemsize, 0) for t in kernel.tensors}
-    where = layout(kernel, dims, memory)
+    memory = {t.name: Memory(shapes[t.name], contiguous(shapes[t.name]), t.dtype.itemsize, 0) for t in kernel.tensors}
+    return placed(module, signature, kernel, layout(kernel, dims, memory))
+
+
+def placed(module: ast.Module, signature: Signature, kernel: ir.Kernel, where: Layout) -> Target:
+    """`kernel` of `module` for the class of calls that `where` is one of."""
     return Target(module, signature, kernel, where, collapse(kernel, where.groups)[1])
 
 
@@ -227,7 +231,8 @@ def _needed(kernel: ir.Kernel) -> frozenset[str]:
     return frozenset[str]().union(*(p.symbols for p in polys))
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor of this shape that lies without gaps."""
     strides: list[int] = []
     step = 1
     for n in reversed(shape):

@@ -18,12 +18,17 @@ from typing import Any
 
 from kgen.codegen.program import Program
 from kgen.dsl import ast
+from kgen.dsl.check import TensorParam
 from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.host import ast as host
 from kgen.runtime import eject
 from kgen.runtime.ahead import BACKENDS, Binary, Choices, Target, binary, target
+from kgen.runtime.eject_op import kernel_files, op_source
+from kgen.runtime.eject_steps import function_names
 from kgen.runtime.eject_triton import triton_source
 from kgen.runtime.errors import BackendError
 from kgen.runtime.launches import derived_dims, device_word, grid, known_dims, shares, workspaces
+from kgen.runtime.op_target import OpTarget, op_target
 
 __all__ = ["BACKENDS", "BuildError", "Job", "run"]
 
@@ -36,21 +41,26 @@ class BuildError(KgenError):
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to build into the folder `place`. `source_hash` is that of its file and what that imports."""
+    """A kernel or an op to build into the folder `place`, which an op has for itself. `source_hash` is that of its file
+    and what that imports. Of an op: the `gradients` of which parameters are wanted (None: of all that have one), and
+    how sums over chunks are held, one of `op_target.ACCUMULATE`. Its kernels are built for Triton at least.
+    """
 
     module: ast.Module
-    kernel: ast.Kernel
+    item: ast.Kernel | host.Op
     choices: Choices
     place: Path
     backends: tuple[str, ...]
     archs: tuple[str, ...]
     source_hash: str
     allow_spills: bool = False
+    gradients: tuple[str, ...] | None = None
+    accumulate: str = "auto"
 
     @property
-    def steps(self) -> int:
-        """The number of compilations."""
-        return len(self.backends) * len(self.archs)
+    def name(self) -> str:
+        """What is built."""
+        return self.item.name
 
 
 # By place in the list of what is made, backend and architecture: a binary for each launch.
@@ -62,20 +72,41 @@ class _Made:
     job: Job
     target: Target
     programs: dict[str, tuple[Program, ...]]  # by backend, in order of launch
+    stem: str  # of its files
 
 
-def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lambda what: None) -> dict[Path, Manifest]:
-    """Build `jobs`; the manifest of each folder. `workers` 0 is one for each CPU core; `done` is told each compilation.
+@dataclass(frozen=True)
+class _MadeOp:
+    job: Job
+    op: OpTarget
+    text: str
+
+
+def run(
+    jobs: Sequence[Job], workers: int = 0, done: Callable[[str, int], None] = lambda what, total: None
+) -> dict[Path, Manifest]:
+    """Build `jobs`; the manifest of each folder. `workers` 0 is one for each CPU core; `done` is told each compilation,
+    and how many there are.
 
     Raises BuildError with everything that failed, BackendError where a compiler is missing, KgenError where a folder
     cannot be written to.
     """
     made: list[_Made] = []
+    ops: list[_MadeOp] = []
     failures: list[str] = []
     for job in jobs:
         with _collected(failures, job):
-            goal = target(job.module, job.kernel, job.choices)
-            made.append(_Made(job, goal, {b: goal.launches(b) for b in job.backends}))
+            if isinstance(job.item, ast.Kernel):
+                goal = target(job.module, job.item, job.choices)
+                made.append(_Made(job, goal, {b: goal.launches(b) for b in job.backends}, goal.name))
+                continue
+            op = op_target(job.module, job.item, job.choices, job.gradients, job.accumulate)
+            files = kernel_files(op)
+            ops.append(_MadeOp(job, op, op_source(op, files)))
+            for file in {f.stem: f for _, f in files}.values():
+                rest = (b for b in job.backends if b != "triton")
+                programs = {**{b: file.target.launches(b) for b in rest}, "triton": file.launches}
+                made.append(_Made(job, file.target, programs, file.stem))
     binaries: _Binaries = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="kgen-build")
     try:
@@ -92,12 +123,12 @@ def run(jobs: Sequence[Job], workers: int = 0, done: Callable[[str], None] = lam
                     for program, one in zip(made[i].programs[backend], found, strict=True):
                         _refuse_spills(made[i].target, program, arch, one)
                 binaries[i, backend, arch] = found
-            done(f"{made[i].target.name} for {backend} {arch}")
+            done(f"{made[i].target.name} for {backend} {arch}", len(waiting))
     finally:
         pool.shutdown(cancel_futures=True)
     if failures:
         raise BuildError("\n".join(failures) + "\nNothing was written.")
-    return _write(made, binaries)
+    return _write(made, ops, binaries)
 
 
 @contextlib.contextmanager
@@ -108,7 +139,7 @@ def _collected(failures: list[str], job: Job) -> Iterator[None]:
     except BackendError:
         raise
     except DslError as error:
-        failures.append(f"{job.kernel.name}: this combination of dtypes and constants is wrong:\n{error}")
+        failures.append(f"{job.name}: this combination of dtypes and constants is wrong:\n{error}")
     except KgenError as error:
         failures.append(str(error))
 
@@ -132,7 +163,7 @@ def _refuse_spills(target: Target, program: Program, arch: str, found: Binary) -
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def _write(made: list[_Made], binaries: _Binaries) -> dict[Path, Manifest]:
+def _write(made: list[_Made], ops: list[_MadeOp], binaries: _Binaries) -> dict[Path, Manifest]:
     import json
 
     files: dict[Path, bytes] = {}
@@ -148,22 +179,28 @@ def _write(made: list[_Made], binaries: _Binaries) -> dict[Path, Manifest]:
         place = m.job.place
         manifest = manifests.setdefault(place, _head(m.job))
         entry = kernel_entry(m.target)
-        manifest["kernels"][m.target.name] = entry
+        manifest["kernels"][m.stem] = entry
         for backend, programs in m.programs.items():
             manifest["compilers"][backend] = _compiler(backend)
             suffix = "_triton" if backend == "triton" else ""
             text = (triton_source if backend == "triton" else eject.cuda_source)(m.target, programs)
-            stem = m.target.name + suffix
+            stem = m.stem + suffix
             source = add(place, f"{stem}.py" if backend == "triton" else f"{stem}.cu", text)
             own = entry["backends"][backend] = backend_entry(m.target, programs, source, text)
             for arch in m.job.archs:
                 kept: dict[bytes, list[str]] = {}  # one binary holds all kernels of a .cu
                 for program, launch, found in zip(programs, own["launches"], binaries[i, backend, arch], strict=True):
                     if found.cubin not in kept:
-                        name = program.stage.kernel.name + suffix if kept and program.stage else stem
+                        name = stem
+                        if kept and program.stage:  # its name is that of the kernel and more
+                            name = m.stem + program.stage.kernel.name.removeprefix(m.target.name) + suffix
                         pair = (("cubin", found.cubin), ("ptx", found.ptx))
                         kept[found.cubin] = [add(place, f"{name}.{arch}.{kind}", data) for kind, data in pair]
                     launch["binaries"][arch] = binary_entry(program, found, *kept[found.cubin])
+    for one in ops:
+        file = add(one.job.place, f"{one.op.name}.py", one.text)
+        manifest = manifests.setdefault(one.job.place, _head(one.job))
+        manifest["op"] = op_entry(one.op, file, one.text)
     for place, manifest in manifests.items():
         add(place, "manifest.json", json.dumps(manifest, indent=2) + "\n")
     for path, data in files.items():
@@ -219,6 +256,37 @@ def _compiler(backend: str) -> str:
     import triton
 
     return f"Triton {triton.__version__}"
+
+
+def op_entry(op: OpTarget, file: str, text: str) -> Manifest:
+    """An ejected op: its functions, and what was chosen for it. `file` holds `text`."""
+    p, header = op.plan, op.header
+    return {
+        "name": op.name,
+        "file": file,
+        "sha256": _sha256(text),
+        "functions": function_names(op),
+        "signature": eject.signature_text(header),
+        "doc": op.op.doc.strip(),
+        "line": op.op.span.line,
+        "dtypes": {name: str(d) for name, d in op.spec.dtypes.items()},
+        "consts": dict(op.spec.consts),
+        "optional": {t.name: t.name in op.spec.present for t in op.signature.tensors if t.optional},
+        "scalars": [
+            {"name": s.name, "dtype": s.dtype, "default": s.default}
+            for s in op.signature.params
+            if not isinstance(s, TensorParam) and not s.const
+        ],
+        "dims": {
+            "compiled": op.compiled,
+            "run_time": [d for d in header.dims if d not in op.compiled],
+            "built_for": {d: n for d, n in op.dims.items() if d in header.dims and d not in op.unsized},
+        },
+        "outputs": [n for n, _ in p.outputs],
+        "gradients": [n for n, _ in p.gradients],
+        "chunks": {loop.chunk: loop.dim for loop in op.chunks.values()},
+        "accumulate": op.accumulate,
+    }
 
 
 def kernel_entry(target: Target) -> Manifest:

@@ -6,7 +6,7 @@ The function refuses tensors which the kernels were not compiled for; that is wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kgen.codegen.names import Names
@@ -19,7 +19,7 @@ from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import I32
 from kgen.runtime.ahead import Target
 from kgen.runtime.eject import MAX_POINTS, assumptions, signature_text
-from kgen.runtime.errors import ArgumentError
+from kgen.runtime.eject_sizes import Sizes, literal, tuple_text
 from kgen.runtime.launches import (
     derived_dims,
     device_word,
@@ -31,7 +31,6 @@ from kgen.runtime.launches import (
     workspaces,
 )
 
-_NEGATED = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _HELPERS = frozenset(("torch", "_checked", "_rank", "_multiprocessors"))
 _CEIL = "triton.cdiv({}, {})"
 _IMPORTS = "\nimport triton\n"  # every module of the emitter has the line
@@ -89,8 +88,7 @@ class HostFunction:
         users = [*(t.name for t in self.kernel.tensors), *(s.name for s in self.kernel.scalars), *dims, *own]
         self.name = f"launch_{launches[0].entry}"
         self.names = Names(users, RESERVED | _HELPERS | {p.entry for p in launches} | {self.name})
-        self.dims = dims
-        self.spelled = {d: Poly.sym(self.names[d]) for d in (*dims, *(s.dim for s in self.shares))}
+        self.sizes = Sizes(self.kernel, self.known, dims, self.names, (s.dim for s in self.shares))
 
     def source(self) -> str:
         """The whole file."""
@@ -100,9 +98,7 @@ class HostFunction:
             path = self.kernel.span.source.path.replace(chr(92), "/").rsplit("/", 1)[-1]
             head = f"# {self.kernel.name} of {path}: {len(self.launches)} launches, which {self.name} makes in order."
         tensors = [names[t.name] for t in self.kernel.tensors]
-        scalars = [
-            names[s.name] + ("" if s.default is None else f"={self._value(s.default)}") for s in self.kernel.scalars
-        ]
+        scalars = [names[s.name] + ("" if s.default is None else f"={literal(s.default)}") for s in self.kernel.scalars]
         several = names.fresh(device_word(target))
         host = render(
             "triton/eject.py.j2",
@@ -113,18 +109,18 @@ class HostFunction:
             assumptions=assumptions(target),
             tensors=tensors,
             scalars=[*scalars, f"{several}=None"] if self.shares else scalars,
-            bindings=self._bindings(),
+            bindings=self.sizes.bindings(),
             checks=[self._check(t) for t in self.kernel.tensors],
             conditions=self._conditions(),
             first=tensors[0],
             grid=names.fresh("grid"),
             multiprocessors=several,
             built_for=multiprocessors(self.program) if self.shares else 0,
-            shares=[(names[s.dim], s.text(several, self._poly, _CEIL)) for s in self.shares],
+            shares=[(names[s.dim], s.text(several, self.sizes.text, _CEIL)) for s in self.shares],
             workspaces=[
                 {
                     "name": names[w.tensor.name],
-                    "shape": _tuple(self._poly(p) for p in w.shape),
+                    "shape": tuple_text(self.sizes.text(p) for p in w.shape),
                     "dtype": str(TORCH[w.tensor.dtype]),
                     "zeroed": w.zeroed,
                     "bytes": w.bytes,
@@ -139,67 +135,12 @@ class HostFunction:
         own = grid(self.target, p)
         return {
             "entry": p.entry,
-            "programs": own.text(self._poly, _CEIL, None if own.split is None else self.names[own.split]),
+            "programs": own.text(self.sizes.text, _CEIL, None if own.split is None else self.names[own.split]),
             # The number of shares is never 0.
             "guarded": own.blocks.constant in (None, 0),
             "arguments": [self._argument(a) for a in p.args],
             "warps": p.schedule.threads // 32,
         }
-
-    def _poly(self, p: Poly) -> str:
-        return str(p.substitute(self.known).substitute(self.spelled)).replace("*", " * ")
-
-    @staticmethod
-    def _value(value: float | int | bool) -> str:
-        text = repr(value)
-        return f'float("{text}")' if text in ("inf", "-inf", "nan") else text
-
-    # -- sizes ---------------------------------------------------------------------------------------------------
-    def _bindings(self) -> list[str]:
-        """Assignments of the run-time dimensions, each from the first shape that tells it."""
-        bound: set[str] = set()
-        out: list[str] = []
-        ranked: set[str] = set()
-        for linear in (False, True):
-            for _ in self.dims:
-                for t in self.kernel.tensors:
-                    for axis, poly in enumerate(t.shape):
-                        line = self._binding(t, axis, poly.substitute(self.known), bound, linear)
-                        if line is None:
-                            continue
-                        if t.name not in ranked:
-                            ranked.add(t.name)
-                            name, star = self.names[t.name], ", star=True" if t.star else ""
-                            out.append(f'_rank("{t.name}", {name}, {len(t.shape)}{star})')
-                        out.append(line)
-        missing = [d for d in self.dims if d not in bound]
-        if missing:
-            raise ArgumentError(
-                f"{self.kernel.name}: {', '.join(missing)} does not follow from the shapes of its tensors, so no host "
-                f"function can be written for it; give it a dimension of its own in one of them"
-            )
-        return out
-
-    def _binding(self, t: ir.Tensor, axis: int, poly: Poly, bound: set[str], linear: bool) -> str | None:
-        unknown = poly.symbols - bound
-        if len(unknown) != 1:
-            return None
-        (dim,) = unknown
-        name, rank = self.names[t.name], len(t.shape)
-        if t.star and axis == 0:
-            size = f"{name}.shape[:{1 - rank}].numel()" if rank > 1 else f"{name}.numel()"
-        else:
-            size = f"{name}.shape[{axis - rank if t.star else axis}]"
-        if poly.as_symbol == dim:
-            bound.add(dim)
-            return f"{self.names[dim]} = {size}"
-        factor = poly.coefficient(dim)
-        if not linear or factor is None:
-            return None
-        bound.add(dim)
-        rest = poly.substitute({dim: 0})
-        over = size if rest == Poly.const(0) else f"({size} - ({self._poly(rest)}))"
-        return f"{self.names[dim]} = {over} // ({self._poly(factor)})"
 
     # -- checks --------------------------------------------------------------------------------------------------
     def _check(self, t: ir.Tensor) -> _Check:
@@ -214,13 +155,13 @@ class HostFunction:
         strides = {a for p in self.launches for a in p.args if a.kind == "stride" and a.name == t.name}
         narrow = sorted(a.axis for a in strides if a.dtype == I32)
         if narrow:
-            keywords += f", narrow={_tuple(map(str, narrow))}"
+            keywords += f", narrow={tuple_text(map(str, narrow))}"
         return _Check(
             self.names[t.name],
             t.name,
             str(TORCH[t.dtype]),
-            _tuple(self._poly(p) for p in t.shape),
-            _tuple(self._poly(p.substitute(self.known | derived)) for p in merged.shape),
+            tuple_text(self.sizes.text(p) for p in t.shape),
+            tuple_text(self.sizes.text(p.substitute(self.known | derived)) for p in merged.shape),
             keywords,
             len(t.shape),
             t.star,
@@ -232,33 +173,17 @@ class HostFunction:
         out: list[tuple[str, str]] = []
         for d, n in variant.multiples:
             if n > 1:
-                p = derived.get(d, Poly.sym(d)).substitute(self.known)
-                text = self._poly(p)
-                simple = text.isidentifier()
-                out.append((f"{text if simple else f'({text})'} % {n} != 0", f"{p} must be a multiple of {n}"))
-        for r in self.kernel.requires:
-            left, right = r.left.substitute(self.known), r.right.substitute(self.known)
-            if not (left.is_constant and right.is_constant):
-                out.append(
-                    (f"{self._poly(left)} {_NEGATED[r.op]} {self._poly(right)}", f"{left} {r.op} {right} is required")
-                )
+                out.append(self.sizes.multiple(derived.get(d, Poly.sym(d)).substitute(self.known), n))
+        out += self.sizes.requirements()
         if not variant.wide and not points(self.target).is_constant:
             total = points(self.target)
-            out.append((f"{self._poly(total)} > {MAX_POINTS}", f"{total} must be at most {MAX_POINTS}"))
-        if len(self.kernel.tensors) > 1:
-            devices = ", ".join(f"{self.names[t.name]}.device" for t in self.kernel.tensors)
-            out.append((f"len({{{devices}}}) > 1", "all tensors must be on one device"))
-        return out
+            out.append((f"{self.sizes.text(total)} > {MAX_POINTS}", f"{total} must be at most {MAX_POINTS}"))
+        return [*out, *self.sizes.one_device()]
 
     def _argument(self, a: Arg) -> str:
         if a.kind == "stride":
             return f"{self.names[a.name]}.stride({a.axis})"
         if a.kind == "dim":
             merged = derived_dims(self.target).get(a.name)
-            return self._poly(merged if merged is not None else Poly.sym(a.name))
+            return self.sizes.text(merged if merged is not None else Poly.sym(a.name))
         return self.names[a.name]
-
-
-def _tuple(items: Iterable[str]) -> str:
-    items = list(items)
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"

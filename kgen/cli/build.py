@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from kgen.cli.options import (
 from kgen.dsl import ast
 
 if TYPE_CHECKING:
+    from kgen.dsl.host.ast import Op
     from kgen.dsl.modules import LoadedModule
     from kgen.runtime.build import Job
 
@@ -43,6 +45,12 @@ def build(
     allow_spills: Annotated[
         bool, typer.Option("--allow-spills", help="Build kernels whose registers spill to memory.")
     ] = False,
+    gradients: Annotated[
+        str, typer.Option("--gradients", metavar="x,w", help="Of an op: whose gradients; all, none, or parameters.")
+    ] = "all",
+    accumulate: Annotated[
+        str, typer.Option("--accumulate", help="Of an op: how sums over chunks are held; auto, param or f32.")
+    ] = "auto",
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=0, help="Compilations at a time; 0: as many as CPU cores.")
     ] = 0,
@@ -53,38 +61,85 @@ def build(
     The sources stand alone: the .cu compiles with nvcc or NVRTC, the .py runs with torch and triton. manifest.json says
     what each was compiled for and how to launch it. Sizes come from the kernel's example statement or from --dim.
 
+    An op becomes a folder with <op>.py, its forward and backward as plain functions on torch tensors, beside the
+    kernels that they launch, through Triton.
+
     Examples:
         kgen build rms_norm.kdsl --arch sm_90 --out build/
         kgen build ops/ --arch sm_80,sm_90 --backend cuda --dtype f16
         kgen build swiglu.kdsl:geglu --dim M=8192 --dim N=14336
+        kgen build fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --without bias --gradients x
     """
     from kgen.runtime.build import BACKENDS, Job
+    from kgen.runtime.op_target import ACCUMULATE
 
     archs = architectures(arch)
     if backend not in (*BACKENDS, "both"):
         raise UsageError(f"--backend: '{backend}' is none of cuda, triton, both")
     backends = BACKENDS if backend == "both" else (backend,)
+    if accumulate not in ACCUMULATE:
+        raise UsageError(f"--accumulate: '{accumulate}' is none of {', '.join(ACCUMULATE)}")
     wanted = chosen(files)
-    kernels: list[tuple[Path, LoadedModule, ast.Kernel]] = []
+    items: list[tuple[Path, LoadedModule, ast.Kernel | Op]] = []
+    left_out: list[str] = []
     for path, names in wanted.items():
         loaded = read(path)
-        kernels += [(path, loaded, k) for k in selected(loaded.module, names)]
-    if not kernels:
+        ops = {o.name: o for o in loaded.module.ops if names is None or o.name in names}
+        if ops and "triton" not in backends:
+            if names is not None:
+                raise UsageError(f"--backend {backend}: {min(ops)} is an op, whose file launches Triton kernels")
+            left_out += ops
+            ops = {}
+        rest = None if names is None else names - ops.keys()
+        items += [(path, loaded, k) for k in selected(loaded.module, rest)]
+        items += [(path, loaded, o) for o in ops.values()]
+    if left_out:
+        err().print(f"left out: {', '.join(left_out)}; the file of an op launches Triton kernels", markup=False)
+    if not items:
         raise UsageError(f"there is no kernel in {', '.join(map(str, wanted))}")
     how = choices(dim, dtype, const, present, absent)
-    refuse_unknown(how, [k for _, _, k in kernels])
-    places = _places([p for p, _, _ in kernels], folder)
+    refuse_unknown(how, [k if isinstance(k, ast.Kernel) else k.header for _, _, k in items])
+    asked = _gradients(gradients, [k for _, _, k in items])
+    places = _places([p for p, _, _ in items], folder)
     tasks = [
-        Job(m.module, k, how, places[path], backends, tuple(archs), m.content_hash, allow_spills)
-        for path, m, k in kernels
+        Job(
+            m.module,
+            k,
+            how,
+            places[path] if isinstance(k, ast.Kernel) else places[path] / k.name,
+            backends,
+            tuple(archs),
+            m.content_hash,
+            allow_spills,
+            asked,
+            accumulate,
+        )
+        for path, m, k in items
     ]
     manifests = _with_progress(tasks, jobs, quiet=as_json)
     if as_json:
         print_json({str(place): manifest for place, manifest in manifests.items()})
         return
     for place, manifest in manifests.items():
+        if "op" in manifest:
+            own = manifest["op"]
+            out().print(f"{place / own['file']}: {', '.join(own['functions'])}", markup=False)
         for name, entry in manifest["kernels"].items():
             _summary(place, name, entry)
+
+
+def _gradients(text: str, items: Sequence[ast.Kernel | Op]) -> tuple[str, ...] | None:
+    """The parameters that `--gradients` names, None for all that have a gradient."""
+    if text == "all":
+        return None
+    if not any(not isinstance(k, ast.Kernel) for k in items):
+        raise UsageError("--gradients is for ops, and none is built")
+    if text == "none":
+        return ()
+    names = tuple(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
+    if not names:
+        raise UsageError("--gradients: name parameters, as in --gradients x,w, or write all or none")
+    return names
 
 
 def _places(paths: list[Path], folder: Path) -> dict[Path, Path]:
@@ -114,8 +169,12 @@ def _with_progress(tasks: list[Job], jobs: int, quiet: bool) -> dict[Path, dict[
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("compiling", total=sum(t.steps for t in tasks))
-        return run(tasks, jobs, lambda what: progress.update(bar, advance=1, description=f"compiled {what}"))
+        bar = progress.add_task("compiling", total=None)
+
+        def done(what: str, total: int) -> None:
+            progress.update(bar, advance=1, total=total, description=f"compiled {what}")
+
+        return run(tasks, jobs, done)
 
 
 def _summary(place: Path, name: str, entry: dict[str, Any]) -> None:
