@@ -126,6 +126,15 @@ def test_any_number_of_chunks_and_shards_of_any_size(ranks: Ranks, accumulate: s
         hold(run(ranks, jobs, chunks, backend="cuda", accumulate=accumulate), judge(c, torch.tensor(1.0)))
 
 
+def test_shards_whose_logits_are_far_apart(ranks: Ranks) -> None:
+    # Against anything but the largest logit of all shards, exponentials overflow or vanish.
+    c = case(ROWS, WIDTH, CLASSES, bias=1.0)
+    for shift in (-200.0, 200.0):
+        far = Case(c.x, c.w, c.target, c.bias + shift + 60.0 * torch.arange(CLASSES).ge(19), {})
+        for backend in ("reference", "cuda"):
+            hold(run(ranks, shared_out(far, SHARDS[4]), backend=backend), judge(far, torch.tensor(1.0)))
+
+
 def test_one_rank_has_all_shards(ranks: Ranks) -> None:
     c = case(ROWS, WIDTH, CLASSES, bias=1.0)
     found = run(ranks, shared_out(c, (CLASSES,)), 3, backend="cuda")
