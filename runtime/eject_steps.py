@@ -116,6 +116,10 @@ class Steps:
         for loop in steps:
             if not isinstance(loop, plan.Loop):
                 continue
+            if any(isinstance(s, plan.AllReduce) for s in loop.body):
+                group, chunk = self.keywords["group"], self.keywords["chunk"]
+                out.append(f"if {group} is not None and {chunk} is None:")
+                out.append(f'    raise ValueError("{chunk} must be given, so that all ranks make the same chunks")')
             self.helpers.add("_chunk_rows")
             grown = (b for b in self.plan.buffers.values() if any(loop.chunk in d.symbols for d in b.shape))
             each = sum((_bytes(b, loop.chunk) for b in grown), Poly.const(0))
@@ -322,6 +326,7 @@ def _comes_from(s: plan.Step, statement: ir.Stmt) -> bool:
         case (plan.Matmul(), ir.Product()) | (plan.Add(), ir.Sum()):
             return s.out.buffer.rstrip("_") in (statement.target.tensor, f"{statement.target.tensor}_sum")
         case (plan.Convert() | plan.AllReduce(), ir.Convert() | ir.AllReduce()):
-            return s.out.buffer == statement.target.tensor
+            # A collective may change its source in place.
+            return s.out.buffer in (statement.target.tensor, statement.source.tensor)
         case _:
             return False

@@ -441,6 +441,56 @@ def test_a_dimension_that_a_kernel_holds_whole_is_compiled_in(tmp_path: Path) ->
         m.whole_forward(x, w.double())
 
 
+RANKS = """
+op shared(x: f32[B, K], w: f32[V, K]) -> (y: f32[B, V], top: f32[B, V]):
+    forward:
+        for c in chunks(B):
+            z = x[c] @ w.T
+            top[c] = all_max(z)
+            y[c] = all_sum(z)
+"""
+
+
+def test_collectives_go_over_the_ranks_of_a_group(tmp_path: Path) -> None:
+    file = tmp_path / "shared.kdsl"
+    file.write_text(RANKS)
+    code, _, err = run("build", file, "--dim", "K=8,V=6", "--out", tmp_path)
+    assert code == 0, err
+    script = """
+import multiprocessing, sys, torch
+from torch import distributed
+sys.path.insert(0, "shared")
+from shared import shared_forward
+torch.manual_seed(0)
+xs, w = torch.randn(2, 7, 8), torch.randn(6, 8)
+z = xs @ w.T
+y, top = shared_forward(xs[0], w)
+assert torch.equal(y, top)
+torch.testing.assert_close(y, z[0])
+def rank(r):
+    distributed.init_process_group("gloo", init_method="file://" + sys.argv[-1], rank=r, world_size=2)
+    try:
+        shared_forward(xs[r], w)
+    except ValueError as error:
+        assert "chunk must be given" in str(error)
+    else:
+        raise SystemExit("chunks of a budget")
+    y, top = shared_forward(xs[r], w, chunk=3)
+    torch.testing.assert_close(y, z.sum(0))
+    torch.testing.assert_close(top, z.amax(0))
+    y, _ = shared_forward(xs[r], w, chunk=3, group=distributed.group.WORLD)
+    torch.testing.assert_close(y, z.sum(0))
+    distributed.destroy_process_group()
+both = [multiprocessing.get_context("fork").Process(target=rank, args=(r,)) for r in (0, 1)]
+for p in both:
+    p.start()
+for p in both:
+    p.join(100)
+print([p.exitcode for p in both])
+""".replace("sys.argv[-1]", repr(str(tmp_path / "store")))
+    assert clean(script, tmp_path) == "[0, 0]\n"
+
+
 def test_ops_are_left_out_where_only_cuda_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "tiled.kdsl"
     file.write_text(TILED)
