@@ -60,8 +60,8 @@ class Training:
 
     @cached_property
     def reached(self) -> frozenset[int]:
-        """The outputs whose gradients the backward kernel reads; all others carry none."""
-        return frozenset(i for where, i in self.arguments if where == "cotangent")
+        """The outputs that carry a gradient, whether or not the backward kernel reads what arrives."""
+        return frozenset(i for i, t in enumerate(self.kernel.signature.outputs) if t.name in self.derived.cotangents)
 
     @cached_property
     def scalars(self) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def gradients(
     seeds = cotangents(outputs, derived) if seeds is None else seeds
     given = {t.name for t in derived.backward.tensors if t.role == "in"}
     arguments = {k: v for k, v in c.tensors.items() if k in given} | {r: outputs[r] for r in derived.residuals}
-    arguments |= {derived.cotangents[name]: s.to(torch.float64) for name, s in seeds.items()}
+    arguments |= {d: seeds[name].to(torch.float64) for name, d in derived.cotangents.items() if d in given}
     held = Held(derived.backward, arguments)
     results = interpret(held.kernel, held.tensors, scalars_of(derived.backward, c.scalars), precision="f64")
     return {name: results[d] for name, d in derived.gradients.items()}, dict(seeds)

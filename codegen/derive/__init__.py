@@ -35,11 +35,12 @@ def differentiable(kernel: ir.Kernel) -> frozenset[str]:
     return frozenset(t.name for t in kernel.tensors if t.role == "in" and t.dtype.kind == "float")
 
 
-def derive(kernel: ir.Kernel, wanted: frozenset[str], *, named: bool = False) -> Derived:
+def derive(kernel: ir.Kernel, wanted: frozenset[str], *, named: bool = False, whole: bool = False) -> Derived:
     """The training form of `kernel` and the kernel of the gradients of its inputs `wanted`.
 
-    With `named` only values that the user names are saved: a hand-written backward could take no others. Scalar
-    arguments and integer tensors have no gradient. Raises DeriveError (K05xx) for what cannot be derived.
+    With `named` only values that the user names are saved: a hand-written backward could take no others. With `whole`
+    terms that cancel stay, as autograd computes them. Scalar arguments and integer tensors have no gradient. Raises
+    DeriveError (K05xx) for what cannot be derived.
     """
     _refuse(kernel, wanted)
     split = split_axes(kernel)
@@ -67,7 +68,7 @@ def derive(kernel: ir.Kernel, wanted: frozenset[str], *, named: bool = False) ->
         if w.tensor in cotangents
     }
     tiles = frozenset(a.name for a in split.axes if a.kind == "tile")
-    sweep = Sweep(graph, tiles, reader.names)
+    sweep = Sweep(graph, tiles, reader.names, whole=whole)
     received = sweep.run(outputs, loads, wanted)
     planner = Planner(graph, kernel, split.axes, taken)
     writes: list[Write] = []
@@ -103,7 +104,8 @@ def derive(kernel: ir.Kernel, wanted: frozenset[str], *, named: bool = False) ->
     ]
     results = [replace(t, name=gradients[t.name], role="out") for t in wanted_in_order]
     backward = _backward(kernel, planner, tensors, results, writes, reader.names, sweep.hints, taken)
-    reached = {name: d for name, d in cotangents.items() if d in used}
+    passing = {w.tensor for w in outputs if w.value in sweep.active}
+    reached = {name: d for name, d in cotangents.items() if name in passing}
     return Derived(forward, backward, tuple(t.name for _, t, _ in saved), reached, gradients)
 
 

@@ -52,22 +52,24 @@ def ordered(roots: Iterable[Node]) -> list[Node]:
 
 
 class Sweep:
-    """One run of reverse mode. `names` are the user's names of values; `hints` collects names for gradients."""
+    """One run of reverse mode. `names` are the user's names of values; `hints` collects names for gradients. With
+    `whole` a gradient that cancels stays."""
 
-    def __init__(self, graph: Graph, tiles: frozenset[str], names: dict[Node, str]) -> None:
+    def __init__(self, graph: Graph, tiles: frozenset[str], names: dict[Node, str], *, whole: bool = False) -> None:
         self.graph = graph
         self.tiles = tiles
         self.names = names
         self.hints: dict[Node, str] = {}
-        self._algebra = Algebra()
+        self.active: set[Node] = set()
+        self._algebra = None if whole else Algebra()
 
     def run(self, outputs: list[Write], cotangents: dict[str, Node], wanted: frozenset[str]) -> dict[Node, Node]:
         """The gradient of each load of a `wanted` tensor that is not zero, and of one that is where a tensor has no
-        other. `cotangents` maps the place in `outputs`, as text, to the
-        load of that output's gradient."""
+        other. `cotangents` maps the place in `outputs`, as text, to the load of that output's gradient. `active` has
+        then all values that a small change of a wanted tensor passes to, if only to cancel."""
         graph = self.graph
         values = ordered(w.value for w in outputs)
-        active: set[Node] = set()
+        active = self.active = set[Node]()
         for a in values:
             hit = a.kind == "load" and a.tensor in wanted and a.dtype.kind == "float"
             if hit or any(b in active for b in differentiable_operands(a)):
@@ -84,7 +86,7 @@ class Sweep:
                 continue
             graph.span = z.span
             total = graph.total(received[z])
-            if total.value == 0 or self._algebra.is_zero(total):
+            if total.value == 0 or (self._algebra is not None and self._algebra.is_zero(total)):
                 continue
             if z in self.names:
                 self.hints.setdefault(total, f"d_{self.names[z]}")

@@ -20,8 +20,9 @@ class Derived:
     `forward` has the outputs of the kernel it was derived from, then `residuals`: values that `backward` reads again.
     `backward` has as inputs those of the forward that it needs, `residuals`, and gradients of outputs; `cotangents`
     maps an output to its gradient's name, `gradients` a wanted input to its gradient, an output of `backward`. Both
-    have the tensor's dtype and shape. An output that no wanted input reaches is not in `cotangents`. `outputs` are
-    those that `backward` takes as they are: only a hand-written one (`by_hand`) does.
+    have the tensor's dtype and shape. An output that no wanted input reaches is not in `cotangents`; one that all of
+    them reach for nothing, as the sum of a softmax is 1, is there, and `backward` does not take its gradient. `outputs`
+    are those that `backward` takes as they are: only a hand-written one (`by_hand`) does.
     """
 
     forward: ir.Kernel
