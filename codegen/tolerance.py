@@ -66,7 +66,7 @@ def error_bound(
     Arguments as for `interpret`. `depth` bounds the additions that one term of a reduction of n terms goes through,
     `accumulate_depth` the same for sums over programs. Integer outputs have the bound 0, or infinity where free.
     """
-    run = _Analysis(kernel, tensors, scalars, depth, accumulate_depth, max_elements)
+    run = Analysis(kernel, tensors, scalars, depth, accumulate_depth, max_elements)
     run.run()
     return run.bounds()
 
@@ -134,8 +134,8 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -
     )
 
 
-class _Analysis(Executor[Enclosure]):
-    """Values are enclosures; only the distance from the value is kept of an output."""
+class Analysis(Executor[Enclosure]):
+    """One execution on enclosures; only the distance from the value is kept of an output. See `error_bound`."""
 
     def __init__(
         self,

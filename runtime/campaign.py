@@ -17,6 +17,10 @@ from kgen.runtime.kernel import Kernel
 
 # Who is to blame where a backward does not compute the derivative of its kernel.
 BY_HAND = "the backward written by hand"
+DERIVED = "the derivation"
+
+# Values of which the derivative is asked: of zeros for its ties. What overflows or vanishes may do so in two ways.
+_JUDGED = ("normal", "zeros")
 
 # Calls that making a failing trial smaller may take.
 _SHRINKS = 24
@@ -124,16 +128,16 @@ def examine_kernel(
 
 
 def run(kernel: Kernel, trial: Trial, backends: Sequence[str], device: torch.device) -> dict[str, Answer]:
-    """The answer of each backend to one trial; where a backward that is written by hand is not the derivative, that of
-    `BY_HAND` too. Where the question itself cannot be put, all have `refused`."""
+    """The answer of each backend to one trial; where the backward kernel is not the derivative, that of `BY_HAND` or
+    `DERIVED` too. Where the question itself cannot be put, all have `refused`."""
     try:
         asked = question(kernel, trial, device)
         if isinstance(asked, Question):
             return {b: answer(asked, b) for b in backends}
+        problem = departs(asked) if trial.values in _JUDGED else ""
         found = dict(answers(asked, backends))
-        # What is infinite or vanishes may be so in two ways.
-        if trial.values == "normal" and (problem := departs(asked)):
-            found[BY_HAND] = Answer("wrong", message=problem)
+        if problem:
+            found[BY_HAND if asked.training.derived.by_hand else DERIVED] = Answer("wrong", message=problem)
         return found
     except KgenError as error:
         return {b: Answer("refused", message=str(error)) for b in backends}
