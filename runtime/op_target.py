@@ -28,6 +28,7 @@ from kgen.runtime.ahead import Choices, Target, contiguous, placed, specializati
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.layouts import Layout, Memory, layout
 
+_IMPORTED = ("torch", "triton")  # by the files of an ejected op
 ACCUMULATE = ("auto", "param", "f32")
 # Rows of a call and of a chunk that stand for any number: prime, so that nothing is proved of them.
 _ROWS, _CHUNK = 1021, 509
@@ -237,6 +238,8 @@ def op_target(
     names = ", ".join(p.name for p in there if p.name in floats)
     for name in sorted(asked - floats):
         raise ArgumentError(f"{op.name}: there is no tensor '{name}' that may have a gradient; there is {names}")
+    if op.name in _IMPORTED:
+        raise ArgumentError(f"{op.name}: a file {op.name}.py would be imported in place of the package; rename the op")
     source = source_of(module)
 
     def settled(wanted: frozenset[str]) -> ir.Program:

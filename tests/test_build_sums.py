@@ -6,11 +6,14 @@ The manifest drives the `.cu` files: what it says of launches, grids, workspaces
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_build import clean, run
@@ -34,7 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SUMS = ROOT / "tests" / "kernels" / "sums.kdsl"
 ROWS = (0, 1, 131, 133)
 CACHE = ROOT / "build" / "host-cache"
-CTYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float, "f64": ctypes.c_double}
+CTYPES = {
+    "pointer": ctypes.c_void_p,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "f32": ctypes.c_float,
+    "f64": ctypes.c_double,
+}
 TORCH = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
 
 # What Python, C and the files themselves use as names; partial sums that do not fit registers.
@@ -145,11 +154,39 @@ def sizes_of(described: dict[str, Any], inputs: dict[str, torch.Tensor]) -> dict
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
 
 
-def launch_all(built: Path, file: str, kernel: str, inputs: dict[str, torch.Tensor], multiprocessors: int) -> Any:
-    """The outputs of the ejected `.cu` on the host executor, launched as the manifest says."""
+Arguments = list[tuple[str, int | float]]  # dtype (`pointer`) and value
+
+
+def on_host(folder: Path, own: dict[str, Any], launch: dict[str, Any], grid: int, arguments: Arguments) -> None:
+    """One launch of the ejected `.cu` on the host executor."""
+    bare = Program("cuda", launch["entry"], (folder / own["file"]).read_text(), (), Schedule(32, 1), 0, ())
+    compiled = compile_host(host_source(bare), launch["entry"], cache_dir=CACHE)
+    args = [CTYPES[dtype](value) for dtype, value in arguments]
+    compiled.launch((grid, 1, 1), (launch["block"], 1, 1), 0, args)
+
+
+def on_gpu(folder: Path, own: dict[str, Any], launch: dict[str, Any], grid: int, arguments: Arguments) -> None:
+    """One launch of the cubin by CuPy."""
+    import cupy
+
+    function = cupy.RawModule(path=str(folder / launch["binaries"]["sm_90"]["cubin"])).get_function(launch["entry"])
+    kinds = {"pointer": int, "i32": np.int32, "i64": np.int64, "f32": np.float32, "f64": np.float64}
+    function((grid,), (launch["block"],), tuple(kinds[dtype](value) for dtype, value in arguments))
+
+
+def launch_all(
+    built: Path,
+    file: str,
+    kernel: str,
+    inputs: dict[str, torch.Tensor],
+    multiprocessors: int,
+    start: Callable[..., None] = on_host,
+    device: str = "cpu",
+) -> dict[str, torch.Tensor]:
+    """The outputs of an ejected kernel, launched as the manifest says by `start`."""
     described = entry(built, file, kernel)
     own = described["backends"]["cuda"]
-    tensors = inputs | outputs(described, inputs)
+    tensors = {n: t.to(device) for n, t in (inputs | outputs(described, inputs)).items()}
     sizes: dict[str, Any] = sizes_of(described, inputs)
     names = {"ceil": math.ceil, "max": max, "min": min, "__builtins__": {}}
     for share in own["shares"]:
@@ -158,17 +195,14 @@ def launch_all(built: Path, file: str, kernel: str, inputs: dict[str, torch.Tens
         shape = [eval(s, names, sizes) for s in w["shape"]]
         dtype = TORCH[w["dtype"]]
         poison = float("nan") if dtype.is_floating_point else 10**6
-        tensors[w["name"]] = torch.full(shape, 0 if w["zeroed"] else poison, dtype=dtype)
+        tensors[w["name"]] = torch.full(shape, 0 if w["zeroed"] else poison, dtype=dtype, device=device)
         assert tensors[w["name"]].nbytes == eval(w["bytes"], names, sizes)
-    source = (built / file / own["file"]).read_text()
     defaults = {s["name"]: s["default"] for s in described["scalars"]}
     for launch in own["launches"]:
-        bare = Program("cuda", launch["entry"], source, (), Schedule(32, 1), 0, ())
-        compiled = compile_host(host_source(bare), launch["entry"], cache_dir=CACHE)
-        args = []
+        args: Arguments = []
         for a in launch["arguments"]:
             if a["kind"] == "tensor":
-                args.append(ctypes.c_void_p(tensors[a["name"]].data_ptr()))
+                args.append(("pointer", tensors[a["name"]].data_ptr()))
                 continue
             if a["kind"] == "stride":
                 t = tensors[a["name"]]
@@ -176,11 +210,11 @@ def launch_all(built: Path, file: str, kernel: str, inputs: dict[str, torch.Tens
                 value = t.stride(a["axis"] + t.ndim - merged)
             else:
                 value = sizes[a["name"]] if a["kind"] == "dim" else defaults[a["name"]]
-            args.append(CTYPES[a["dtype"]](value))
+            args.append((a["dtype"], value))
         grid = eval(launch["grid"], names, sizes)
         if grid:
-            compiled.launch((grid, 1, 1), (launch["block"], 1, 1), 0, args)
-    return {t["name"]: tensors[t["name"]] for t in described["tensors"] if t["role"] != "in"}
+            start(built / file, own, launch, grid, args)
+    return {t["name"]: tensors[t["name"]].cpu() for t in described["tensors"] if t["role"] != "in"}
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -321,6 +355,36 @@ assert not torch.equal(run(multiprocessors=1), run(multiprocessors=132))  # anot
 print("done")
 """
     assert clean(script, built, TRITON_INTERPRET="1") == "done\n"
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [*ROWS, 5003])
+def test_cubins_agree_with_float64_when_launched_as_the_manifest_says(built: Path, rows: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the binaries are for sm_90")
+    for file, kernel, inputs in cases(rows):
+        for multiprocessors in (1, torch.cuda.get_device_properties(0).multi_processor_count):
+            found = launch_all(built, file, kernel, inputs, multiprocessors, on_gpu, "cuda")
+            judge(built, file, kernel, inputs, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [*ROWS, 5003])
+def test_triton_files_agree_with_float64_on_a_gpu(built: Path, rows: int) -> None:
+    for file, kernel, inputs in cases(rows):
+        described = entry(built, file, kernel)
+        own = described["backends"]["triton"]
+        tensors = {n: t.cuda() for n, t in (inputs | outputs(described, inputs)).items()}
+        spec = importlib.util.spec_from_file_location(Path(own["file"]).stem, built / file / own["file"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        getattr(module, own["host_function"])(*(tensors[t["name"]] for t in described["tensors"]))
+        judge(built, file, kernel, inputs, {n: t.cpu() for n, t in tensors.items() if n not in inputs})
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
