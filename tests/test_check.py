@@ -171,6 +171,42 @@ kernel f(x: T[M, N]) -> (y: T[M, N], z: T[M]):
     assert [d.code for d in findings(text)] == ["K0202", "K0203"]
 
 
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        ("sum(x[m, n], m)", ", or sum over programs with `out[...] += value`"),
+        ("mean(x[m, n], m)", ", or sum over programs with `out[...] += value / (M + 1)`"),
+        ("max(x[m, n], m)", ""),
+        ("softmax(x[m, n], m)", ""),
+        ("logsumexp(x[m, n], m)", ""),
+    ],
+)
+def test_advice_for_a_reduction_over_programs_fits_it(value: str, advice: str) -> None:
+    header = "kernel f(x: T[M + 1, N]) -> (y: T[N]):\n    parallel m in M + 1\n    tile n in N\n"
+    (only,) = findings(f"{header}    y[n] = {value}\n")
+    assert (only.code, only.help) == ("K0207", "declare it with `tile m in M + 1`" + advice)
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "parallel m in M\n    tile n in N\n    y[m, n] += x[m, n]",
+        "parallel m in M, n in N\n    y[m, n] += x[m, n]",
+        "tile m in M, n in N\n    y[m, n] += x[m, n]",
+    ],
+)
+def test_a_sum_over_no_programs_is_refused(statements: str) -> None:
+    (only,) = findings(f"kernel f(x: T[M, N]) -> (y: T[M, N]):\n    {statements}\n")
+    assert only.code == "K0228"
+    assert only.help == "write `=`; `+=` sums over the parallel indices that its target lacks"
+
+
+def test_one_of_several_sums_may_name_every_program() -> None:
+    assert not findings(
+        "kernel f(x: T[N]) -> (y: T[N + 1]):\n    parallel n in N\n    y[n + 1] += x[n]\n    y[0] += x[n]\n"
+    )
+
+
 def test_message_shows_line_caret_and_help() -> None:
     text = "kernel f(x: T[M, N]) -> (y: T[M]):\n    parallel m in M\n    tile n in N\n    y[m] = x[m, n] * 2.0\n"
     with pytest.raises(DslError) as caught:

@@ -320,6 +320,26 @@ def test_activations_at_infinity(backend: str) -> None:
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+TINY = kgen.loads(
+    "kernel tiny(x: T[N], a: T[N], b: T[N]) -> (half: T[N], e: T[N], e2: T[N]):\n    parallel n in N\n"
+    "    half[n] = x[n] * 0.5\n    e[n] = exp(a[n])\n    e2[n] = exp2(b[n])\n"
+)["tiny"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_subnormals_are_kept_but_by_f32_exponentials(backend: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([2.0**-126, 2.0**-140, 3 * 2.0**-148], dtype=dtype)
+    a, b = torch.tensor([[-87.0, -88.0, -100.0], [-125.5, -127.5, -140.5]], dtype=dtype)
+    half, e, e2 = TINY(x, a, b, backend=backend)
+    assert torch.equal(half, x / 2)
+    for y, expected in ((e, a.double().exp()), (e2, b.double().exp2())):
+        if dtype == torch.float32 and backend != "reference":
+            expected = expected.where(expected >= 2.0**-126, 0.0)
+        assert torch.equal(y == 0.0, expected == 0.0)
+        # An exponential of `a` is off by |a| roundings and a few more; a subnormal by one of its own units.
+        assert ((y.double() - expected).abs() <= 150 * F32 * expected + 2.0**-149).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rsqrt_in_every_binade(backend: str, device: str) -> None:
     if device == "cuda" and backend == "reference":

@@ -191,7 +191,10 @@ def _elaborate(
             kernel.name_span,
             help="add `-> (y: T[...])` or an inout tensor",
         )
-    Statements(scope).block(kernel.body)
+    statements = Statements(scope)
+    statements.block(kernel.body)
+    if not scope.broken:
+        statements.check_sums()
     if scope.broken or len(diagnostics.items) > before:
         return None
     open_ints = tuple(

@@ -201,6 +201,12 @@ CHECKER_CODES: tuple[Code, ...] = (
         _kernel(*_IDX, "y[m, n] = x[m, n] * (1 // 2)"),
     ),
     _code(
+        "K0228",
+        "a sum over programs that has no index to sum over",
+        _kernel(*_IDX, "y[m, n] += x[m, n]"),
+        _kernel(*_IDX, "y[n] += x[m, n]", header="kernel f(x: T[M, N]) -> (y: T[N]):"),
+    ),
+    _code(
         "K0230",
         "a backward whose kernel is not there, or can have none",
         _squares(header="backward g(x: T[N], d_y: T[N]) -> (d_x: T[N]):"),

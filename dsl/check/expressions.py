@@ -294,11 +294,15 @@ class Expressions:
                 label=f"indices {have}",
             )
         if axis.kind == "parallel":
+            extent = f"{axis.extent}"
+            count = f"({extent})" if " " in extent else extent
+            added = {"sum": "value", "mean": f"value / {count}"}.get(kind)  # programs only ever add up
             raise self.fail(
                 "K0207",
                 f"'{axis.name}' is spread over programs and cannot be reduced inside one",
                 a.span,
-                f"declare it with `tile {axis.name} in {axis.extent}`, or sum over programs with `out[...] += value`",
+                f"declare it with `tile {axis.name} in {extent}`"
+                + (f", or sum over programs with `out[...] += {added}`" if added else ""),
             )
         return axis.name
 

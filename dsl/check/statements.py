@@ -247,6 +247,23 @@ class Statements:
             )
         self.scope.body.append(ir.Accumulate(tensor.name, at, self._stored(tensor, value), over, s.span))
 
+    def check_sums(self) -> None:
+        """Refuse sums over programs where each statement that adds to an output already names every program.
+
+        One of several may: `out[0] += a` beside `out[m + 1] += b`. Sums beside stores are refused as such (K0407).
+        """
+        sums = [s for s in self.scope.body if isinstance(s, ir.Accumulate)]
+        real = {
+            s.tensor for s in self.scope.body if isinstance(s, ir.Store) or (isinstance(s, ir.Accumulate) and s.over)
+        }
+        for tensor in dict.fromkeys(s.tensor for s in sums if s.tensor not in real):
+            self.fail(
+                "K0228",
+                f"'+=' into '{tensor}' has no parallel index to sum over",
+                next(s.span for s in sums if s.tensor == tensor),
+                "write `=`; `+=` sums over the parallel indices that its target lacks",
+            )
+
     def _no_foreign(self, value: ir.Expr, axes: frozenset[str], summed: frozenset[str], tensor: TensorParam) -> None:
         foreign = value.axes - axes - summed
         if not foreign:
