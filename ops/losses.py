@@ -28,7 +28,8 @@ def cross_entropy(
     """The negative log-likelihood of the labels under `softmax(logits)`, as `torch.nn.functional.cross_entropy`.
 
     logits: `[..., V]`, the classes in the last dimension, in f16, bf16, f32 or f64; target: `[...]`, integer labels.
-    weight: `[V]`, of each class; it gets no gradient. Rows labelled `ignore_index` have loss 0 and no gradient.
+    weight: `[V]`, of each class; it gets no gradient. Rows labelled `ignore_index` have loss 0 whatever their logits
+    are, and gradient 0; but NaN, as in torch, where the row's softmax is NaN (a logit is NaN or +inf, or all are -inf).
     reduction: `none` gives `[...]`, `sum` and `mean` a scalar, always in f32. `mean` divides by the number of labels
     that are kept, or by the sum of their weights; with none kept it is NaN, and the gradient 0, as in torch.
     label_smoothing: e in `(1 - e) * nll - e / V * sum(weight * log p)`. z_loss: coefficient of `logsumexp**2`, which is
@@ -66,7 +67,8 @@ def cross_entropy_(
 ) -> torch.Tensor:
     """The loss of each row, `[...]` in f32, while one kernel overwrites `logits` with the gradient of the result.
 
-    The arguments are those of `cross_entropy`. scale: a number, or a tensor that is a scalar or `[...]`: what the
+    The arguments are those of `cross_entropy`. The gradient of rows labelled `ignore_index` is 0 whatever their logits
+    are, also where that of `cross_entropy` is NaN. scale: a number, or a tensor that is a scalar or `[...]`: what the
     gradient of each row is multiplied by. For the mean of n kept labels it is 1/n (`kept_weight` gives n), times the
     gradient of the mean. z_scale: the same for the z-loss, whose mean has another denominator where there are class
     weights; without it `scale` serves both.

@@ -261,6 +261,28 @@ def test_no_label_is_kept(backend: str, options: dict[str, int]) -> None:
     assert not over.any()
 
 
+REDUCED = ("mean", "sum")
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": 1, "label_smoothing": 1}], ids=["plain", "all"])
+def test_ignored_rows_of_any_logits(backend: str, options: dict[str, int]) -> None:
+    """The loss is 0 everywhere. The derived gradient is torch's, 0 times a softmax; in place it is 0 everywhere."""
+    inf, nan = math.inf, math.nan
+    rows = [[1.0, 2.0, 3.0, 4.0], [1.0, -inf, 3.0, 4.0], [1.0, nan, 3.0, 4.0], [1.0, inf, 3.0, 4.0], [-inf] * 4]
+    logits, target = torch.tensor([*rows, rows[0]]), torch.tensor([-100] * 5 + [2])
+    kwargs: dict[str, Any] = {"target": target, "backend": backend, **(chosen(options, 4) if options else {})}
+    mean, own = (ops.cross_entropy(logits[5:], **{**kwargs, "target": target[5:], "reduction": r}) for r in REDUCED)
+    assert torch.equal(ops.cross_entropy(logits, **kwargs), mean)
+    assert ops.cross_entropy(logits, reduction="none", **kwargs).tolist() == [0.0] * 5 + [own]
+    d = gradient(ops.cross_entropy, logits, 1.0, **kwargs)
+    of_torch = gradient(F.cross_entropy, logits, 1.0, target=target)
+    assert not d[:2].any() and not of_torch[:2].any()
+    assert d[2:5].isnan().all() and of_torch[2:5].isnan().all()
+    over = logits.clone()
+    ops.cross_entropy_(over, **kwargs)
+    assert not over[:5].any() and over[5].any() and d[5].any()
+
+
 def test_no_rows(backend: str) -> None:
     logits, target = torch.empty(0, 8), torch.empty(0, dtype=torch.int64)
     assert ops.cross_entropy(logits, target, backend=backend).isnan()

@@ -62,12 +62,15 @@ def test_tests_named_in_the_docs_exist() -> None:
 
 def test_every_mistake_made_on_purpose_is_in_the_docs() -> None:
     """In the row that names the tests which see it."""
-    from test_mutations import BREAKS  # imports many tests
+    from test_linear_mutations import BREAKS as OF_LINEAR  # imports many tests, and so does the next
+    from test_mutations import BREAKS
 
+    made = [(name, [s.test for s in b.seen]) for name, b in BREAKS.items()]
+    made += [(name, [b.test]) for name, b in OF_LINEAR.items()]
     rows = _rows_of_mistakes()
-    listed = {name for row in rows for name in re.findall(r"\*([^*]+)\*", row[3])}
-    assert listed == set(BREAKS)
-    for name, made in BREAKS.items():
+    listed = [name for row in rows for name in re.findall(r"\*([^*]+)\*", row[3])]
+    assert set(listed) == {name for name, _ in made} and len(dict(made)) == len(made)
+    for name, seen in made:
         tests = " ".join(row[2] for row in rows if f"*{name}*" in row[3])
-        for seen in made.seen:
-            assert f"`{seen.test.__module__}.py::{seen.test.__name__}`" in tests, (name, seen.test.__name__)
+        for test in seen:
+            assert f"`{test.__module__}.py::{test.__name__}`" in tests, (name, test.__name__)

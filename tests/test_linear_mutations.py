@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from kgen.codegen.host import plan, sizing
 from kgen.codegen.host.lower import lower
 from kgen.dsl.modules import load_source
 from kgen.dsl.source import SourceFile
-from kgen.ops import functional
+from kgen.ops import functional, linear_losses
 from kgen.runtime.host import op as op_module
 from kgen.runtime.host import walk
 from kgen.runtime.loading import KernelModule
@@ -87,22 +88,81 @@ def _edit(*edits: tuple[str, str]) -> Sequence[tuple[str, str]]:
     return edits
 
 
+@functools.wraps(tests.test_the_budget_of_the_environment)
 def _budget() -> None:
     with pytest.MonkeyPatch.context() as environment:
         tests.test_the_budget_of_the_environment(environment)
 
 
-F32 = torch.float32
+def _narrowed(*args: Any) -> None:
+    """The library's product of f32 with the 10 bits of mantissa that TF32 keeps of its operands."""
+    out, left, right, *rest = args
+    _library(out, *(t if t.dtype != F32 else (t.view(torch.int32) & ~0x1FFF).view(F32) for t in (left, right)), *rest)
+
+
+def _without_autocast(input: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return input
+
+
+_library = walk._library
+F32, BF16 = torch.float32, torch.bfloat16
+SUMMED = ("                w_sum: W[V, H]\n            b_sum", "                w_sum: T[V, H]\n            b_sum")
 TOKENS = {"token_weight": tests.OPTIONS[-1]["token_weight"]}
 WEIGHED = "        a = token_weight[m]\n    else:\n        a = 1.0\n    if averaged:"
 BREAKS: dict[str, Break] = {
+    "the bias left out of the logits": Break(
+        _edit(("x[c] @ weight.T + row", "x[c] @ weight.T")), (), tests.test_values_and_gradients, ("cuda", F32, "mean")
+    ),
+    "the bias added in the forward pass alone": Break(
+        _edit(
+            (
+                "logits = x[c] @ weight.T + row\n            else:\n                logits = x[c] @ weight.T\n"
+                "            cross_entropy_(",
+                "logits = x[c] @ weight.T\n            else:\n                logits = x[c] @ weight.T\n"
+                "            cross_entropy_(",
+            )
+        ),
+        (),
+        tests.test_values_and_gradients,
+        ("cuda", F32, "none"),
+    ),
+    "products of f32 with ten bits": Break(
+        (), ((walk, "_library", _narrowed),), tests.test_values_and_gradients, ("cuda", F32, "sum")
+    ),
+    "autocast takes no notice": Break(
+        (), ((linear_losses, "_autocast", _without_autocast),), tests.test_autocast, (BF16, "mean")
+    ),
+    "the gradient of an f32 weight rounded to the dtype of autocast": Break(
+        _edit(
+            SUMMED,
+            (
+                "                times_(w_sum, d_loss)\n                d_w = w_sum\n",
+                "                times_(w_sum, d_loss)\n                d_w = W(w_sum)\n",
+            ),
+        ),
+        (),
+        tests.test_autocast,
+        (BF16, "mean"),
+    ),
+    "the gradient of the result taken for 1": Break(
+        _edit(("                times_(x_sum, d_loss)\n", "")),
+        (),
+        tests.test_the_gradient_of_the_result_may_be_anything,
+        (3.7,),
+    ),
+    "a gradient of the result that is 0 or NaN taken for none": Break(
+        _edit(("where(s[] == 1.0, g[m, n], g[m, n] * s[])", "where(s[] * s[] > 0.0, g[m, n] * s[], g[m, n])")),
+        (),
+        tests.test_the_gradient_of_the_result_may_be_anything,
+        (float("nan"),),
+    ),
     "the gradient of the result forgotten for the bias": Break(
         _edit(("                times_(b_sum, d_loss)\n", "")),
         (),
         tests.test_values_and_gradients,
         ("cuda", F32, "mean"),
     ),
-    "one upstream gradient for all tokens": Break(
+    "the first token's upstream gradient for all": Break(
         _edit(("scale[m] = d_loss[m]\n", "scale[m] = d_loss[m - m]\n")),
         (),
         tests.test_values_and_gradients,
