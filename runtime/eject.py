@@ -130,7 +130,7 @@ def share_texts(target: Target, program: Program) -> list[str]:
     return [
         *(f"{s.dim} = {s.text(word)}" for s in found),
         f"{word}: those of the device ({multiprocessors(program)} in the timings of the schedule). Any number of",
-        "shares from 1 on is right; more than run at once take no less time. The order of a sum depends on nothing else.",
+        "shares from 1 on is right; more than run at once take no less time. It alone decides the order of a sum.",
     ]
 
 
