@@ -1,10 +1,13 @@
 """How does the gradient of a tensor reach memory: which statements write each of its elements exactly once?
 
 The adjoint of a load is a store with the load's subscripts, `+=` where they lack a parallel index. That is the answer
-where those stores are proved to meet nowhere and to cover the tensor. Otherwise, in this order: elements that no load
-reads get a zero; a load whose subscript is turned around (a rotation, a reversal) is evaluated at the place where the
-element is used; a gather, or a subscript that meets another, is compared with a new tile index over the dimension:
-`where(v == t, g, 0)`. What is left is an error.
+where those stores are proved to meet nowhere and to cover the tensor. Otherwise, in this order: one end of a dimension
+that no load reads gets a zero; a load whose subscript is turned around (a rotation, a reversal) is evaluated at the
+place where the element is used, as is one that is shifted (`where(v >= 1, g, 0)` of `n + 1`); a gather, or a subscript
+without inverse, is compared with a tile index over the dimension: `where(v == t, g, 0)`. What is left is an error.
+
+Loads along several indices of one extent are brought to one of them. A gradient stands for all values of its indices,
+whatever these are called: where it has the chosen one already, the two change places.
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ class Part:
     span: Span
 
 
+class _NoStoresError(Exception):
+    """The gradient of `part` cannot be stored."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 class Planner:
     """Finds the stores of one kernel's gradients; `axes` grows by the indices that they need."""
 
@@ -58,14 +69,56 @@ class Planner:
         parts = [Part(load.at, value, load.span) for load, value in loads]
         target = replace(tensor, name=gradient, role="out", optional=False)
         found = self._direct(target, parts)
+        try:
+            # The second time every dimension has an index over all of it: what no load reads compares with none.
+            for whole in (False, True):
+                if found is None:
+                    found = self._direct(target, self._turned(tensor, parts, whole=whole))
+        except _NoStoresError as failure:
+            raise self._cannot(target, tensor, parts, failure.part) from None
         if found is None:
-            found = self._direct(target, self._turned(tensor, parts))
-        if found is None:
-            raise _cannot(tensor, parts)
+            raise self._cannot(target, tensor, parts, parts[-1])
         return found
+
+    def _cannot(self, target: ir.Tensor, tensor: ir.Tensor, parts: Sequence[Part], shown: Part) -> DeriveError:
+        """The error for loads that have no stores, at one of them. What stands in the way is an index over programs:
+        each would have to write to elements of others."""
+        stores = self._stores(target, parts)
+        label = "its subscripts name an element more than once, or meet another load's"
+        help = f"give every load of '{tensor.name}' subscripts that tell its elements apart"
+        if stores is not None and self._problems(target, stores) == {"K0406"}:
+            label = "some elements are not named by it, and no program would store their gradient"
+            spread = [
+                a for a in self.axes.values() if a.kind == "parallel" and a.name in _axes_at(self.graph, shown.at)
+            ]
+            ways = [f"make '{a.name}' a tile index" for a in spread if a.extent not in tensor.shape]
+            for a in spread:
+                known = ir.Requirement(">=", a.extent, ZERO, shown.span)
+                kernel = replace(self.kernel, requires=(*self.kernel.requires, known))
+                if Planner(self.graph, kernel, list(self.axes.values()), self._taken)._direct(target, parts):
+                    least = -a.extent.constant
+                    ways.insert(0, f"add `require {a.extent + least} >= {least}`")
+            help = ", or ".join(ways) or help
+        return error(
+            "K0505",
+            f"the loads of '{tensor.name}' cannot be turned into stores of its gradient",
+            shown.span,
+            f"{help}, or ask for no gradient of it",
+            label=label,
+        )
 
     # -- stores with the subscripts of the loads -------------------------------------------------------------------
     def _direct(self, target: ir.Tensor, parts: Sequence[Part]) -> list[Write] | None:
+        writes = self._stores(target, parts)
+        if writes is None:
+            return None
+        problems = self._problems(target, writes)
+        if not problems:
+            return writes
+        return self._filled(target, writes) if problems == {"K0406"} else None
+
+    def _stores(self, target: ir.Tensor, parts: Sequence[Part]) -> list[Write] | None:
+        """A store for each subscript, unproved; None where one is a value."""
         merged: dict[tuple[Poly, ...], Part] = {}
         for part in parts:
             at = tuple(s for s in part.at if isinstance(s, Poly))
@@ -74,11 +127,7 @@ class Planner:
             old = merged.get(at)
             merged[at] = part if old is None else replace(part, value=self.graph.add(old.value, part.value))
         summed = any(self.parallel - self._names(at) for at in merged)
-        writes = [Write(target.name, at, p.value, summed, p.span) for at, p in merged.items()]
-        problems = self._problems(target, writes)
-        if not problems:
-            return writes
-        return self._filled(target, writes) if problems == {"K0406"} else None
+        return [Write(target.name, at, p.value, summed, p.span) for at, p in merged.items()]
 
     def _filled(self, target: ir.Tensor, writes: list[Write]) -> list[Write] | None:
         """`writes` and a zero for the elements that none of them reaches, if those are one end of one dimension."""
@@ -125,29 +174,37 @@ class Planner:
         return {d.code for d in found.items}
 
     # -- loads turned around, or compared --------------------------------------------------------------------------
-    def _turned(self, tensor: ir.Tensor, parts: Sequence[Part]) -> list[Part]:
-        """The same gradients at subscripts that are shared by all: one index for each dimension that needs one."""
+    def _turned(self, tensor: ir.Tensor, parts: Sequence[Part], *, whole: bool) -> list[Part]:
+        """The same gradients at subscripts that are shared by all: one index for each dimension that needs one. With
+        `whole` a dimension needs one where a part of it has no gradient."""
         kept: frozenset[str] = frozenset()
         for position, extent in enumerate(tensor.shape):
             first = parts[0].at[position]
             shared = isinstance(first, Poly) and all(p.at[position] == first for p in parts)
-            if shared and isinstance(first, Poly) and not self._names((first,)) & kept and self._alone(first, extent):
+            if (
+                shared
+                and isinstance(first, Poly)
+                and not self._names((first,)) & kept
+                and self._alone(first, extent, whole)
+            ):
                 kept |= self._names((first,))
                 continue
             parts = self._at_one_index(tensor, list(parts), position)
         return list(parts)
 
-    def _alone(self, p: Poly, extent: Poly) -> bool:
-        """Whether a subscript that all loads share names each place of its dimension at most once."""
+    def _alone(self, p: Poly, extent: Poly, whole: bool) -> bool:
+        """Whether a subscript that all loads share names each place of its dimension at most once, or just once."""
         line = ir.Tensor("line", self.kernel.tensors[0].dtype, (extent,), "out", False, False, self.kernel.span)
-        return self._problems(line, [Write("line", (p,), self.graph.index(p), True, line.span)]) <= {"K0406"}
+        return self._problems(line, [Write("line", (p,), self.graph.index(p), True, line.span)]) <= (
+            set() if whole else {"K0406"}
+        )
 
     def _at_one_index(self, tensor: ir.Tensor, parts: list[Part], position: int) -> list[Part]:
         extent = tensor.shape[position]
         turned = [self._inverse(p, position, extent) for p in parts]
         chosen = self._index_for(parts, turned, position, extent)
         if chosen is None:
-            raise _cannot(tensor, parts)
+            raise _NoStoresError(parts[-1])
         here = Poly.sym(chosen)
         out = []
         for part, turn in zip(parts, turned, strict=True):
@@ -215,11 +272,14 @@ class Planner:
         sub = part.at[position]
         here = at[position]
         assert isinstance(here, Poly)
+        shifted = self._shifted(part, position, at)
+        if shifted is not None:
+            return shifted
         node = graph.index(sub) if isinstance(sub, Poly) else sub
         kept = _axes_at(graph, at)
         if node.axes & self.parallel - kept:
             if isinstance(sub, Poly):
-                raise _cannot(tensor, [part])
+                raise _NoStoresError(part)
             index = min(node.axes & self.parallel - kept)
             raise error(
                 "K0503",
@@ -232,6 +292,30 @@ class Planner:
         value = graph.where(graph.compare("eq", graph.index(here), node), part.value, zero)
         lost = (node.axes - kept) - self.parallel
         return replace(part, at=at, value=graph.sum(value, lost))
+
+    def _shifted(self, part: Part, position: int, at: tuple[Subscript, ...]) -> Part | None:
+        """A subscript `c + n` or `c - n` with a tile index that no other has: the value at the place where the element
+        is used, 0 where there is none, and summed over what else `c` has. None for any other subscript."""
+        graph = self.graph
+        sub, here = part.at[position], at[position]
+        if not isinstance(sub, Poly):
+            return None
+        assert isinstance(here, Poly)
+        lost = self._names((sub,)) - _axes_at(graph, at)
+        found = [n for n in self.axes if n in lost and sub.coefficient(n) in (ONE, -ONE)]
+        if not found or lost & self.parallel:
+            return None
+        name = min(found, key=lambda n: self.axes[n].extent.is_constant)  # a number is the shorter sum
+        slope = sub.coefficient(name) or ONE
+        start, count = sub.substitute({name: 0}), self.axes[name].extent
+        low = start if slope == ONE else start - count + 1
+        value = graph.at_index(part.value, {name: (here - start) * slope}, self._spare)
+        zero = graph.const(0.0, value.dtype)
+        if low + count != self.axes[here.as_symbol or ""].extent:
+            value = graph.where(graph.compare("lt", graph.index(here), graph.index(low + count)), value, zero)
+        if low != ZERO:
+            value = graph.where(graph.compare("ge", graph.index(here), graph.index(low)), value, zero)
+        return replace(part, at=at, value=graph.sum(value, lost - {name}))
 
     def _inverse(self, part: Part, position: int, extent: Poly) -> tuple[str, Poly] | None:
         """(a, p): the subscript is a one-to-one map of index `a` onto the dimension, and place `?` is a == p."""
@@ -296,14 +380,3 @@ def _axes_of(graph: Graph, part: Part) -> frozenset[str]:
 
 def _axes_at(graph: Graph, at: Iterable[Subscript]) -> frozenset[str]:
     return frozenset[str]().union(*(graph.names(s) if isinstance(s, Poly) else s.axes for s in at))
-
-
-def _cannot(tensor: ir.Tensor, parts: Sequence[Part]) -> DeriveError:
-    shown = parts[-1]
-    return error(
-        "K0505",
-        f"the loads of '{tensor.name}' cannot be turned into stores of its gradient",
-        shown.span,
-        f"give every load of '{tensor.name}' subscripts that tell its elements apart, or ask for no gradient of it",
-        label="its subscripts name an element more than once, or meet another load's",
-    )
