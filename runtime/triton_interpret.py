@@ -96,7 +96,7 @@ class _Language:
 
             def __bool__(self) -> bool:
                 # The condition of an `if` is a scalar; Triton's own code asks whether an optional block is there.
-                return self.type.is_block() or bool(self.handle.data.item())
+                return len(self.shape) > 0 or bool(self.handle.data.item())
 
         self.tensor = Tensor
         semantic_class: Any = type("Semantic", (TritonSemantic,), {"tensor": Tensor})
