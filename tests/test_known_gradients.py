@@ -364,7 +364,7 @@ def test_dtypes_of_results_and_gradients(of_x: torch.dtype, of_w: torch.dtype) -
     if of_x != of_w:
         with pytest.raises(kgen.ArgumentError, match="'up' has dtype"):
             ops.swiglu(x.detach(), x.detach().to(of_w))
-        with pytest.raises(kgen.ArgumentError, match="'b' has dtype"):
+        with pytest.raises(kgen.ArgumentError, match="'bias' has dtype"):
             ops.layer_norm(x.detach(), w.detach(), b.detach().to(of_x))
 
 
