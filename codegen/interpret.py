@@ -13,13 +13,15 @@ from dataclasses import replace
 import torch
 
 from kgen.codegen.execute import Executor, ScalarValue
-from kgen.codegen.space import floordiv, modulo
+from kgen.codegen.space import Block, floordiv, modulo
 from kgen.codegen.torch_dtypes import TORCH, rounded
 from kgen.dsl import ir
 from kgen.dsl.dtypes import F64, DType
 
 # Elements of the largest value held at once: 128 MiB in float64.
 MAX_ELEMENTS = 1 << 24
+# The same where torch records operations, and so keeps what they read: 32 MiB.
+MAX_RECORDED = 1 << 22
 
 
 def _sign(a: torch.Tensor) -> torch.Tensor:
@@ -107,7 +109,7 @@ def interpreted_gradients(
     wanted: Sequence[str],
     incoming: Mapping[str, torch.Tensor],
     *,
-    max_elements: int = MAX_ELEMENTS,
+    max_elements: int = MAX_RECORDED,
 ) -> dict[str, torch.Tensor]:
     """The gradients of the inputs `wanted`, by name, in float64 and of their shapes: what torch.autograd makes of this
     interpreter of `kernel` at precision "f64", where nothing that derives kernels has a part.
@@ -118,18 +120,12 @@ def interpreted_gradients(
     `minimum`, equal shares for all elements that attain a `max` or `min`, 0 for `abs` at 0, and 0 for steps.
     Conversions to a floating-point dtype are the identity there, as derivation takes them.
     """
-    held = {n: t.detach().to(torch.float64) if t.is_floating_point() else t for n, t in tensors.items()}
-    leaves = {n: t.contiguous().requires_grad_(n in wanted) if t.is_floating_point() else t for n, t in held.items()}
+    floats = {n: t.detach().to(torch.float64).contiguous() for n, t in tensors.items() if t.is_floating_point()}
+    leaves = {n: t.requires_grad_(n in wanted) for n, t in floats.items()}
+    run = _Differentiated(in_float64(kernel), {**tensors, **leaves}, scalars, wanted, incoming, max_elements)
     with torch.enable_grad():
-        run = Interpreter(in_float64(kernel), leaves, scalars, exact=True, max_elements=max_elements, recorded=True)
         run.run()
-        results = run.results()
-        ups = {n: g.detach().to(torch.float64) for n, g in incoming.items() if results[n].requires_grad}
-        inputs = [leaves[n] for n in wanted]
-        found: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        if ups:
-            found = torch.autograd.grad([results[n] for n in ups], inputs, list(ups.values()), allow_unused=True)
-    return {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(wanted, found, strict=True)}
+    return run.gradients()
 
 
 def in_float64(kernel: ir.Kernel) -> ir.Kernel:
@@ -140,8 +136,7 @@ def in_float64(kernel: ir.Kernel) -> ir.Kernel:
 
 
 class Interpreter(Executor[torch.Tensor]):
-    """Values are tensors, in float64 throughout where `exact`. Where `recorded`, torch records what happens to those
-    arguments that require grad."""
+    """Values are tensors, in float64 throughout where `exact`."""
 
     def __init__(
         self,
@@ -151,11 +146,8 @@ class Interpreter(Executor[torch.Tensor]):
         *,
         exact: bool,
         max_elements: int,
-        recorded: bool = False,
     ) -> None:
         super().__init__(kernel, tensors, scalars, max_elements)
-        if recorded:
-            self.flat = {name: tensors[name].reshape(t.shape) for name, t in self.flat.items()}
         self.double = exact
         self.stored: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}
@@ -224,6 +216,57 @@ class Interpreter(Executor[torch.Tensor]):
             held = self.stored[name].to(self.torch_dtype(dtype.compute))
             self.stored[name] = self._converted(held + total, dtype)
         return {t.name: self.stored[t.name].reshape(self.full_shape(t)) for t in self.outputs}
+
+
+class _Differentiated(Interpreter):
+    """Instead of being stored, values meet the gradients that arrive at them. Each block of the index space is
+    differentiated by itself, so that no more than two are held."""
+
+    def __init__(
+        self,
+        kernel: ir.Kernel,
+        tensors: Mapping[str, torch.Tensor],
+        scalars: Mapping[str, ScalarValue],
+        wanted: Sequence[str],
+        incoming: Mapping[str, torch.Tensor],
+        max_elements: int,
+    ) -> None:
+        super().__init__(kernel, tensors, scalars, exact=True, max_elements=max_elements)
+        self.leaves = {name: tensors[name] for name in wanted}
+        self.flat = {name: tensors[name].reshape(t.shape) for name, t in self.flat.items()}
+        self.incoming = {
+            name: g.detach().to(torch.float64).reshape(self.flat_shape(kernel.tensor(name)))
+            for name, g in incoming.items()
+        }
+        self.found = {name: torch.zeros_like(t, requires_grad=False) for name, t in self.leaves.items()}
+        self._products: list[torch.Tensor] = []
+        self._of: Block | None = None
+
+    def store(self, s: ir.Store, v: torch.Tensor) -> None:
+        self._receive(s, v)
+
+    def accumulate(self, s: ir.Accumulate, v: torch.Tensor) -> None:
+        self._receive(s, self.block.spread(v, [self.block.position(a) for a in s.over]))
+
+    def _receive(self, s: ir.Store | ir.Accumulate, v: torch.Tensor) -> None:
+        if self._of is not self.block:
+            self._differentiate()
+            self._of = self.block
+        if s.tensor in self.incoming and v.requires_grad:
+            self._products.append((v * self.block.read(self.incoming[s.tensor], s.at, 0.0)).sum())
+
+    def _differentiate(self) -> None:
+        if self._products:
+            parts = torch.autograd.grad(self._products, list(self.leaves.values()), allow_unused=True)
+            for name, g in zip(self.leaves, parts, strict=True):
+                if g is not None:
+                    self.found[name] += g
+        self._products.clear()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Those of the inputs that are wanted, by name, when all has run."""
+        self._differentiate()
+        return self.found
 
 
 def to_integer(v: torch.Tensor, dtype: DType) -> torch.Tensor:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from derive_kit import UNPLANNED, autograd, call, worst
 from typer.testing import CliRunner
+from unplanned_cases import CASES, Case
 
 import kgen
 from kgen.cli import app
-from kgen.codegen.derive import adjoints
+from kgen.codegen.derive import adjoints, differentiable
 from kgen.codegen.derive.graph import Graph, Node
 from kgen.codegen.derive.rules import OPS
 from kgen.codegen.interpret import interpret, interpreted_gradients
@@ -95,6 +97,7 @@ def test_the_command_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     file = tmp_path / "pairs.kdsl"
     file.write_text(PAIRS)
     args = ["diff", str(file), "--backends", "reference", "--quick", "--direction", "backward"]
+    args += ["--save", str(tmp_path)]
     assert CliRunner().invoke(app, args).exit_code == 0
     monkeypatch.setattr(Graph, "at_index", captures)
     result = CliRunner().invoke(app, [*args, "--json"])
@@ -178,3 +181,19 @@ def test_derivatives_of_the_interpreter_in_parts() -> None:
 
     measured = (value(h) - value(-h)) / (2 * h)
     assert abs(measured - float((whole["x"] * direction).sum())) < 1e-6 * max(1.0, abs(measured))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.differentiable], ids=lambda c: c.kernel)
+def test_derivatives_of_the_interpreter_are_those_of_a_formula(case: Case) -> None:
+    """Block by block, sums over programs among them."""
+    for size in case.sizes:
+        arguments = case.make(*size, case.dtypes[0], torch.Generator().manual_seed(3))
+        c = call(UNPLANNED, case.kernel, arguments)
+        outputs = interpret(c.kernel, c.tensors, c.scalars, precision="f64")
+        g = torch.Generator().manual_seed(7)
+        ups = {n: torch.randn(o.shape, generator=g).double() for n, o in outputs.items() if o.is_floating_point()}
+        wanted = sorted(differentiable(c.kernel))
+        mine = interpreted_gradients(c.kernel, c.tensors, c.scalars, wanted, ups, max_elements=20)
+        theirs = autograd(case.formula, c, arguments, frozenset(wanted), ups)
+        for name in wanted:
+            assert worst(mine[name], theirs[name]) < 1e-8, name  # float64 on both sides, terms that partly cancel
