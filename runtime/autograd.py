@@ -244,6 +244,11 @@ def no_forward_mode(kernel: str, what: str) -> ArgumentError:
     )
 
 
+def second_derivative(name: str) -> KgenError:
+    """The error for the gradient of a gradient of the kernel or op `name`."""
+    return KgenError(f"{name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+
+
 class _Call(torch.autograd.Function):
     """The training form of one kernel call."""
 
@@ -307,7 +312,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise KgenError(f"{ctx.name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+        raise second_derivative(ctx.name)
 
     @staticmethod
     def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:

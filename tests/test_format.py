@@ -1,6 +1,7 @@
 """The formatter and the printer: layout, idempotence, and that neither changes what a program says."""
 
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,6 +16,8 @@ from kgen.dsl.parser import parse_text, tokens
 from kgen.dsl.printing import docstring_lines
 from kgen.dsl.source import NOWHERE, SourceFile, Span
 from kgen.dsl.tree import docstring_text
+
+OPS = Path(__file__).resolve().parents[1] / "ops"
 
 
 def bare(node):
@@ -289,3 +292,9 @@ def test_printing_parts():
     assert format_expr(negative) == "(-2.0) ** -1"
     with pytest.raises(ValueError, match="inf"):
         format_expr(ast.Number(float("inf"), AT))
+
+
+@pytest.mark.parametrize("path", sorted(OPS.glob("*.kdsl")), ids=lambda p: p.name)
+def test_shipped_files_are_formatted(path: Path) -> None:
+    text = path.read_text()
+    assert format_source(text, path.name) == text

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kgen
 from kgen import ops
+from kgen.dsl.diagnostics import KgenError
 from kgen.ops import functional
 from kgen.runtime import events
 from kgen.runtime.errors import ArgumentError
@@ -452,8 +453,15 @@ def test_other_forms_of_differentiation() -> None:
     assert torch.equal(of_w(c.w), dw)
     w = c.w.clone().requires_grad_()
     (g,) = torch.autograd.grad(ops.linear_cross_entropy(c.x, w, c.target, c.bias), w, create_graph=True)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(KgenError, match="second derivatives are not derived"):
         g.sum().backward()
+    for reduction in ("mean", "none"):  # a penalty on the gradient, beside the loss itself
+        loss = ops.linear_cross_entropy(c.x, w, c.target, c.bias, reduction=reduction).sum()
+        (g,) = torch.autograd.grad(loss, w, create_graph=True)
+        with pytest.raises(KgenError, match="second derivatives are not derived"):
+            (loss + g.square().sum()).backward()
+    with pytest.raises(KgenError, match="second derivatives are not derived"):
+        torch.func.grad(lambda w: of_w(w).square().sum())(c.w)
     with pytest.raises(ArgumentError, match="vmap does not reach into an op"):
         torch.func.vmap(lambda x: ops.linear_cross_entropy(x, w, c.target[:3]))(randn(2, 3, WIDTH))
     checkpointed = checkpoint(

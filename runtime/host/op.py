@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from kgen.codegen.host import plan, sizing
 from kgen.codegen.host.lower import lower
@@ -27,14 +27,14 @@ from kgen.codegen.shapes import ShapeError, bind_dims, full_shape, leading_shape
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ast
 from kgen.dsl.check import Signature, Specialization, TensorParam, signature_of
-from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ir
 from kgen.dsl.host.check import elaborate_op, header, source_of
 from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
-from kgen.runtime.autograd import exact_text, float_output, refuse_tangents
+from kgen.runtime.autograd import exact_text, float_output, refuse_tangents, second_derivative
 from kgen.runtime.binding import Binder, examine, has_memory, is_fake, refuse_scalar_gradient, scalar_converter
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
@@ -158,7 +158,11 @@ class HostOp:
         if self.collective:
             ready = ready.within(self._group(group, options))
         if wanted:
-            function = _TransformedCall if torch._C._are_functorch_transforms_active() else _Call
+            function = _Call
+            if torch._C._are_functorch_transforms_active():
+                function = _TransformedCall
+                if len(retrieve_all_functorch_interpreters()) > 1:  # torch.func.grad of torch.func.grad
+                    raise second_derivative(self.name)
             results = cast(Any, function).apply(ready, *values)
             results = results[: ready.outputs]
         else:
@@ -399,12 +403,14 @@ class _Call(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ready: Ready = ctx.ready
         if all(g is None for g in grads):
             return (None,) * (1 + len(ctx.values))
         values, shared = _kept(ctx)  # raises where the graph is gone
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _undifferentiable(ready, [*values, *shared, *ctx.made, *grads], len(ctx.made))
+            return (None, *(found.get(i) for i in range(len(values))))
         again = cast(Any, torch._C)._autograd._get_current_graph_task_keep_graph()
         made = ctx.made
         if not again:
@@ -433,14 +439,22 @@ class _TransformedCall(torch.autograd.Function):
         ready: Ready = ctx.ready
         values, shared = _kept(ctx)
         made = ctx.saved_tensors[len(ctx.saved_at) + len(shared) :]
-        flat = [*values, *shared, *made, *grads[: ready.outputs]]
-        found = cast(Any, _Backward).apply(ready, len(made), *flat)
-        at = {i: g for (i, _), g in zip(sorted(_positions(ready)), found, strict=True)}
+        at = _undifferentiable(ready, [*values, *shared, *made, *grads[: ready.outputs]], len(made))
         return (None, *(at.get(i) for i in range(len(values))))
 
     @staticmethod
     def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
         raise _no_vmap(ready)
+
+
+def _undifferentiable(ready: Ready, flat: list[Any], made: int) -> dict[int, torch.Tensor]:
+    """The gradients by parameter, whose own gradient is refused. `flat`: parameters, outputs that are saved, `made`
+    buffers of the forward section, and the gradients of the outputs."""
+    # What a gradient made in the forward section came from is not among these: without a tensor that requires grad the
+    # result would be taken for a constant.
+    anchor = torch.zeros((), requires_grad=True)
+    found = cast(Any, _Backward).apply(ready, made, *flat, anchor)
+    return {i: g for (i, _), g in zip(sorted(_positions(ready)), found, strict=True)}
 
 
 class _Backward(torch.autograd.Function):
@@ -459,7 +473,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise KgenError(f"{ctx.name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+        raise second_derivative(ctx.name)
 
     @staticmethod
     def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
