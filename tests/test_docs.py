@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import kgen
 from kgen.dsl.check import check_module
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.parser import parse_text
@@ -74,3 +76,19 @@ def test_every_mistake_made_on_purpose_is_in_the_docs() -> None:
         tests = " ".join(row[2] for row in rows if f"*{name}*" in row[3])
         for test in seen:
             assert f"`{test.__module__}.py::{test.__name__}`" in tests, (name, test.__name__)
+
+
+def test_the_op_of_the_language_page_is_an_example_that_is_right() -> None:
+    path = ROOT / "examples" / "mlp.kdsl"
+    text = path.read_text("utf-8")
+    assert text[text.index("kernel ") :] in (ROOT / "docs" / "language.md").read_text("utf-8")
+    g = torch.Generator().manual_seed(1)
+    x, up, down, d_y = (torch.randn(shape, generator=g) for shape in ((10, 6), (16, 6), (6, 16), (10, 6)))
+    given = [t.clone().requires_grad_() for t in (x, up, down)]
+    exact = [t.double().requires_grad_() for t in (x, up, down)]
+    y = kgen.load(path).mlp(*given, chunk=4)
+    formula = torch.nn.functional.silu(exact[0] @ exact[1].T) @ exact[2].T
+    found = [y, *torch.autograd.grad(y, given, d_y)]
+    for a, b in zip(found, [formula, *torch.autograd.grad(formula, exact, d_y.double())], strict=True):
+        # At most 16 + 6 + 10 terms of a few units, each rounded some ten times on its way.
+        assert (a - b).detach().abs().max() <= 320 * 2**-24 * max(1.0, float(b.detach().abs().max()))
