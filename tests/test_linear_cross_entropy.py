@@ -206,6 +206,26 @@ def test_the_error_of_the_weight_gradient_does_not_grow_with_the_chunks() -> Non
     assert error(1024, "param") > 4.0 * one
 
 
+@pytest.mark.parametrize("backend", ["reference", "cuda", "triton"])
+def test_f16_labels_that_weigh_nothing(backend: str) -> None:
+    x, w = (randn(*s).half().requires_grad_() for s in ((5, 8), (11, 8)))
+    target = torch.tensor([1, 3, 3, 7, 1])
+    nothing = ops.linear_cross_entropy(x, w, target, token_weight=torch.zeros(5), reduction="sum", backend=backend)
+    assert float(nothing.detach()) == 0.0
+    assert all(not g.any() for g in torch.autograd.grad(nothing, (x, w)))
+    # Smoothing lets the other classes weigh though.
+    weight = torch.ones(11)
+    weight[target] = 0.0
+    options: dict[str, Any] = {"reduction": "sum", "label_smoothing": 0.1}
+    loss = ops.linear_cross_entropy(x, w, target, class_weight=weight, backend=backend, **options)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    formula = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, target, weight=weight.double(), **options)
+    found, expected = torch.autograd.grad(loss, (x, w)), torch.autograd.grad(formula, exact)
+    for a, b in zip(found, expected, strict=True):
+        # The logits and their gradients are rounded to f16 on the way, 11 of which add up.
+        assert (a - b).abs().max() <= 11 * 2 * 2**-11 * b.abs().max()
+
+
 def test_f16_gradients_do_not_underflow_before_they_are_scaled() -> None:
     # Gradients of logits are some 1e-6 / 37 here, and f16 ends at 6e-8; the loss is scaled as a trainer scales it.
     c = case(3000, 8, CLASSES, torch.float16, bias=1.0)
