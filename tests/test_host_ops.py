@@ -216,3 +216,34 @@ def test_what_is_refused() -> None:
     with pytest.raises(AttributeError, match="did you mean 'mlp'"):
         MODULE.mlb  # noqa: B018
     assert "mlp" in dir(MODULE) and "mlp" in MODULE and list(MODULE) == ["silu_", "silu_gradient_", "mlp"]
+
+
+REBOUND = """
+kernel colsum(z: T[*M, N]) -> (s: f32[N]):
+    parallel m in M, n in N
+    s[n] += z[m, n]
+
+kernel copy(a: T[*M, N]) -> (b: T[*M, N]):
+    parallel m in M, n in N
+    b[m, n] = a[m, n]
+
+op f(x: f32[B, N]) -> (y: f32[N], z: f32[B, N], t: f32[N]):
+    forward:
+        s = colsum(x)
+        a = x
+        for c in chunks(B):
+            s = colsum(x[c])
+            a = x[c]
+            z[c] = copy(a)
+        y = s
+        t = colsum(a)
+"""
+
+
+@pytest.mark.parametrize("chunk", [3, 10])
+def test_what_a_loop_names_anew_means_what_it_did_behind_it(backend: str, chunk: int) -> None:
+    x = torch.arange(30.0).reshape(10, 3)
+    y, z, t = kgen.loads(REBOUND).f(x, chunk=chunk, backend=backend)
+    assert torch.equal(y, x.sum(0))
+    assert torch.equal(z, x)
+    assert torch.equal(t, x.sum(0))

@@ -248,17 +248,17 @@ class Statements:
         if scope.kind(s.index) is not None or s.index in scope.names:
             raise scope.fail("K0615", f"'{s.index}' already means something else", s.span, "rename the index")
         loop = Loop(s.index, scope.unique(s.index), s.dim)
-        outer, names = scope.body, set(scope.names)
+        outer, names = scope.body, dict(scope.names)
         scope.body = []
         scope.loops.append(loop)
         self.block(s.body)
         scope.loops.pop()
         outer.append(ir.Loop(loop.chunk, s.dim, tuple(scope.body), s.span))
         scope.body = outer
-        # What the loop named is gone; a result that was first stored in it remains.
-        inside = {n for n in scope.names if n not in names and n not in scope.results}
-        for n in inside:
-            del scope.names[n]
+        # What the loop named is gone, and what it named anew means what it did before; a result that was first stored
+        # in the loop remains.
+        scope.names = {n: names.get(n, v) if n not in scope.results else v
+                       for n, v in scope.names.items() if n in names or n in scope.results}  # fmt: skip
 
     def _if(self, s: host.If) -> None:
         self.block(s.body if self.truth(s.condition) else s.orelse)
