@@ -257,8 +257,11 @@ class Statements:
         scope.body = outer
         # What the loop named is gone, and what it named anew means what it did before; a result that was first stored
         # in the loop remains.
-        scope.names = {n: names.get(n, v) if n not in scope.results else v
-                       for n, v in scope.names.items() if n in names or n in scope.results}  # fmt: skip
+        for n in set(scope.names) - set(scope.results):
+            if n in names:
+                scope.names[n] = names[n]
+            else:
+                del scope.names[n]
 
     def _if(self, s: host.If) -> None:
         self.block(s.body if self.truth(s.condition) else s.orelse)
