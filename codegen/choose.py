@@ -23,7 +23,7 @@ from kgen.codegen.layout import (
     vector_limit,
 )
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.online import pair, steps_of
+from kgen.codegen.online import paired, steps_of
 from kgen.codegen.phases import phases, refs
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.variant import Variant
@@ -219,8 +219,7 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
 
 
 def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
-    for axis, _ in schedule.chunks:
-        kernel = pair(kernel, axis)
+    kernel = paired(kernel, schedule)
     steps = steps_of(kernel, schedule)
     budget = ladders.ROW_REGISTERS[schedule.threads]
     return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= budget

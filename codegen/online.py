@@ -94,6 +94,14 @@ class _Total(ir.Op):
     by: ir.Expr
 
 
+def paired(kernel: ir.Kernel, schedule: Schedule) -> ir.Kernel:
+    """`kernel` with `pair` done along every axis that `schedule` takes in chunks."""
+    for axis, chunk in schedule.chunks:
+        if chunk < kernel.axis(axis).extent.constant:
+            kernel = pair(kernel, axis)
+    return kernel
+
+
 def pair(kernel: ir.Kernel, axis: str) -> ir.Kernel:
     """`kernel`, which is in normal form, with the sums of exponentials along `axis` in terms of one `ExpSum` for each
     maximum. Values along other tile axes too are left alone."""

@@ -9,7 +9,7 @@ from kgen.codegen.idle import idle
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
-from kgen.codegen.online import pair, steps_of
+from kgen.codegen.online import paired, steps_of
 from kgen.codegen.overwrite import barriers
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, spill_looped, stages
@@ -58,9 +58,7 @@ def _scheduled(stage: Stage, backend: str, num_sms: int, rows_hint: int | None, 
     )
     # In Triton what a thread has of several rows would be a block of rows and threads.
     if backend == "cuda" or schedule.rows == 1:
-        for axis, chunk in schedule.chunks:
-            if chunk < kernel.axis(axis).extent.constant:
-                kernel = pair(kernel, axis)
+        kernel = paired(kernel, schedule)
     steps = steps_of(kernel, schedule)
     if sums is not None:
         blocks = sum_blocks(kernel, variant, backend, schedule, steps)
