@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from kgen.ops.functional import _kernel
-from kgen.ops.losses import check_reduction, options_of
+from kgen.ops.losses import LABELS, check_reduction, options_of
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host.op import Options
 
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _NAME = "linear_cross_entropy"
 
 
@@ -51,17 +50,8 @@ def linear_cross_entropy(
     check_reduction(_NAME, reduction)
     options: dict[str, Any] = options_of(_NAME, label_smoothing, z_loss, softcap)
     _check(input, weight, target, bias, class_weight, token_weight)
-    input = _autocast(input, weight)
-    if reduction == "none":
-        name = "fused_linear_cross_entropy_rows"
-    else:
-        name = "fused_linear_cross_entropy"
-        narrow = input.dtype == torch.float16
-        options |= {
-            "averaged": reduction == "mean",
-            "narrow": narrow,
-            "wide_weight": narrow and weight.dtype == torch.float32,
-        }
+    input = multiplied_in(_NAME, "weight", input, weight)
+    name, form = form_of("fused_linear_cross_entropy", reduction, input, weight)
     return _kernel("fused_linear_cross_entropy", name)(
         input,
         weight,
@@ -74,6 +64,7 @@ def linear_cross_entropy(
         accumulate=accumulate,
         workspace_mb=workspace_mb,
         **options,
+        **form,
     )
 
 
@@ -82,14 +73,23 @@ def check_options(name: str, accumulate: str, workspace_mb: float | None) -> Non
     Options.of(name, workspace_mb, accumulate, None)
 
 
-def _autocast(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`input` in the dtype that is multiplied in."""
+def form_of(op: str, reduction: str, input: torch.Tensor, weight: torch.Tensor) -> tuple[str, dict[str, Any]]:
+    """The name of the op for `reduction`, of the pair `op` and `op`_rows, and its constants of that form."""
+    if reduction == "none":
+        return f"{op}_rows", {}
+    narrow = input.dtype == torch.float16
+    wide_weight = narrow and weight.dtype == torch.float32
+    return op, {"averaged": reduction == "mean", "narrow": narrow, "wide_weight": wide_weight}
+
+
+def multiplied_in(op: str, called: str, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`input` in the dtype that is multiplied in. Raises ArgumentError where there is none; `called`: weight's name."""
     place = input.device.type
     if torch.is_autocast_enabled(place) and torch.float64 not in (input.dtype, weight.dtype):
         return input.to(torch.get_autocast_dtype(place))
     if input.dtype != weight.dtype:
         raise ArgumentError(
-            f"{_NAME}: input and weight must have one dtype, got {input.dtype} and {weight.dtype}; convert one, or use "
+            f"{op}: input and {called} must have one dtype, got {input.dtype} and {weight.dtype}; convert one, or use "
             f"torch.autocast"
         )
     return input
@@ -110,18 +110,24 @@ def _check(input: Any, weight: Any, target: Any, bias: Any, class_weight: Any, t
         )
     if weight.shape[0] == 0:
         raise ArgumentError(f"{_NAME}: weight must have at least one class, got shape {tuple(weight.shape)}")
-    if target.dtype not in _LABELS:
+    if target.dtype not in LABELS:
         raise ArgumentError(f"{_NAME}: target must be a tensor of integer labels, got {target.dtype}")
     tokens, classes = tuple(input.shape[:-1]), (weight.shape[0],)
-    for name, t, shape in (
+    check_shapes(
+        _NAME,
         ("target", target, tokens),
         ("token_weight", token_weight, tokens),
         ("bias", bias, classes),
         ("class_weight", class_weight, classes),
-    ):
+    )
+
+
+def check_shapes(op: str, *arguments: tuple[str, Any, tuple[int, ...]]) -> None:
+    """Raise ArgumentError for an argument (name, value, shape) that is neither None nor a tensor of that shape."""
+    for name, t, shape in arguments:
         if t is None:
             continue
         if not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{_NAME}: {name} must be a tensor or None, got a {type(t).__name__}")
+            raise ArgumentError(f"{op}: {name} must be a tensor or None, got a {type(t).__name__}")
         if tuple(t.shape) != shape:
-            raise ArgumentError(f"{_NAME}: {name} must have the shape {shape}, got {tuple(t.shape)}")
+            raise ArgumentError(f"{op}: {name} must have the shape {shape}, got {tuple(t.shape)}")

@@ -10,7 +10,7 @@ import torch
 from kgen.ops.functional import _kernel
 from kgen.runtime.errors import ArgumentError
 
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def cross_entropy(
@@ -148,7 +148,7 @@ def _labels(op: str, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     if not isinstance(logits, torch.Tensor) or logits.dim() == 0:
         got = "a scalar" if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
         raise ArgumentError(f"{op}: logits must be a tensor [..., V] with the classes last, got {got}")
-    if not isinstance(target, torch.Tensor) or target.dtype not in _LABELS:
+    if not isinstance(target, torch.Tensor) or target.dtype not in LABELS:
         got = str(target.dtype) if isinstance(target, torch.Tensor) else f"a {type(target).__name__}"
         raise ArgumentError(f"{op}: target must be a tensor of integer labels, got {got}")
     if target.shape != logits.shape[:-1]:

@@ -8,13 +8,13 @@ import torch
 
 from kgen.codegen.host import sizing
 from kgen.ops.functional import _kernel
-from kgen.ops.losses import check_reduction, options_of
+from kgen.ops.linear_losses import check_shapes, form_of, multiplied_in
+from kgen.ops.losses import LABELS, check_reduction, options_of
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host import ranks
 from kgen.runtime.host.op import Options
 
 _NAME = "vocab_parallel_linear_cross_entropy"
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,28 +67,13 @@ def vocab_parallel_linear_cross_entropy(
     options: dict[str, Any] = options_of(_NAME, label_smoothing, z_loss, softcap)
     settings = Options.of(_NAME, workspace_mb, accumulate, None)
     _check(input, weight_shard, target, bias_shard, class_weight, token_weight, first_class, num_classes)
-    if torch.is_autocast_enabled(input.device.type):
-        input = input.to(torch.get_autocast_dtype(input.device.type))
-    elif input.dtype != weight_shard.dtype:
-        raise ArgumentError(
-            f"{_NAME}: input and weight_shard must have one dtype, got {input.dtype} and {weight_shard.dtype}; convert "
-            f"one, or use torch.autocast"
-        )
+    input = multiplied_in(_NAME, "weight_shard", input, weight_shard)
     count = ranks.size(ranks.resolved(_NAME, group))
     chunk = None
     if count > 1:
         row = -(-num_classes // count) * input.element_size()
         chunk = sizing.even(target.numel(), max(1, int(settings.workspace_mb * 2**20 // row)))
-    if reduction == "none":
-        name = "parallel_linear_cross_entropy_rows"
-    else:
-        name = "parallel_linear_cross_entropy"
-        narrow = input.dtype == torch.float16
-        options |= {
-            "averaged": reduction == "mean",
-            "narrow": narrow,
-            "wide_weight": narrow and weight_shard.dtype == torch.float32,
-        }
+    name, form = form_of("parallel_linear_cross_entropy", reduction, input, weight_shard)
     fixed = None if class_weight is None else class_weight.detach()
     return _kernel("parallel_linear_cross_entropy", name)(
         input,
@@ -108,6 +93,7 @@ def vocab_parallel_linear_cross_entropy(
         chunk=chunk,
         group=group,
         **options,
+        **form,
     )
 
 
@@ -133,19 +119,16 @@ def _check(
             f"{_NAME}: input must be [..., H], and weight_shard [V, H] with at least one row, got "
             f"{tuple(input.shape)} and {tuple(weight.shape)}"
         )
-    if target.dtype not in _LABELS:
+    if target.dtype not in LABELS:
         raise ArgumentError(f"{_NAME}: target must be a tensor of integer labels, got {target.dtype}")
     for name, n, least in (("first_class", first_class, 0), ("num_classes", num_classes, 1)):
         if not isinstance(n, int) or isinstance(n, bool) or n < least:
             raise ArgumentError(f"{_NAME}: {name} must be an integer of at least {least}, got {n!r}")
     tokens, classes = tuple(input.shape[:-1]), (weight.shape[0],)
-    for name, t, shape in (
+    check_shapes(
+        _NAME,
         ("target", target, tokens),
         ("token_weight", token_weight, tokens),
         ("bias_shard", bias, classes),
         ("class_weight", class_weight, (num_classes,)),
-    ):
-        if t is not None and not isinstance(t, torch.Tensor):
-            raise ArgumentError(f"{_NAME}: {name} must be a tensor or None, got a {type(t).__name__}")
-        if t is not None and tuple(t.shape) != shape:
-            raise ArgumentError(f"{_NAME}: {name} must have the shape {shape}, got {tuple(t.shape)}")
+    )
