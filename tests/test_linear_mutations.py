@@ -100,7 +100,7 @@ def _narrowed(*args: Any) -> None:
     _library(out, *(t if t.dtype != F32 else (t.view(torch.int32) & ~0x1FFF).view(F32) for t in (left, right)), *rest)
 
 
-def _without_autocast(input: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def _without_autocast(_: str, __: str, input: torch.Tensor, ___: torch.Tensor) -> torch.Tensor:
     return input
 
 
@@ -130,7 +130,7 @@ BREAKS: dict[str, Break] = {
         (), ((walk, "_library", _narrowed),), tests.test_values_and_gradients, ("cuda", F32, "sum")
     ),
     "autocast takes no notice": Break(
-        (), ((linear_losses, "_autocast", _without_autocast),), tests.test_autocast, (BF16, "mean")
+        (), ((linear_losses, "multiplied_in", _without_autocast),), tests.test_autocast, (BF16, "mean")
     ),
     "the gradient of an f32 weight rounded to the dtype of autocast": Break(
         _edit(
