@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from kgen.codegen import ladders
+from kgen.codegen.knobs import Knobs, turned
 from kgen.codegen.layout import (
     Layout,
     access_width,
@@ -39,12 +40,27 @@ def choose(
     rows_hint: int | None = None,
     sums: Sums | None = None,
     leaves: bool = False,
+    knobs: Knobs | None = None,
 ) -> Schedule:
-    """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`).
+    """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`), with `knobs` in
+    place of its sizes. Raises ScheduleError where they do not fit.
 
     `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
     `sums`: how its sums over programs are spread, if it has any. `leaves`: whether programs may have nothing to do.
     """
+    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves)
+    return schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums)
+
+
+def _default(
+    kernel: ir.Kernel,
+    variant: Variant,
+    backend: str,
+    num_sms: int,
+    rows_hint: int | None,
+    sums: Sums | None,
+    leaves: bool,
+) -> Schedule:
     if sums is not None and sums.split is None and kernel.tiles:
         return _block_finish(kernel, backend)
     if sums is not None and not kernel.tiles:

@@ -39,6 +39,7 @@ class Schedule:
     chunks: tuple[tuple[str, int], ...] = ()
     name: str = ""  # "flat", "row", "looped": what a reader of the manifest is told
     programs: int = 0  # for a sum over programs: about how many programs share it; 0 for other kernels
+    by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
 
     def chunk(self, axis: str) -> int | None:
         """Elements of `axis` taken at a time, or None where the axis is whole."""

@@ -1,0 +1,143 @@
+"""Knobs: which sizes of a schedule does someone set, and may they be set so?
+
+One type for everyone who overrides the chooser: a `schedule` line of a kernel, `kgen tune`, a table of tuned schedules.
+Whatever is left out stays as the ladders have it. Knobs change how a kernel is spread over the machine, never what it
+computes. This checks sizes; whether a chunk can be taken at all is for `kgen.codegen.phases` to say, and whether the
+registers suffice for the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kgen.codegen.layout import vector_limit
+from kgen.codegen.schedule import Schedule, ScheduleError, Sums
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+
+WARP = 32
+MOST_THREADS = 1024  # a program, on every device
+MOST_ROWS = 1 << 20
+MOST_VECTOR = 16
+MOST_BLOCKS = 32  # programs that a multiprocessor holds, of any architecture
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Sizes of a `Schedule` to take in place of the ladders'; None: as the ladders have it.
+
+    threads: a program (Triton: 32 times its warps). rows: row indices `p` that a program takes (points, where the
+    kernel is flat). vector: the most elements that a CUDA thread moves at once. chunks: elements taken at a time, for
+    each tile index named; at least its extent is the whole index. blocks: of a kernel that sums over programs, how many
+    of them a multiprocessor is to hold. by: who set them, for people to read; it takes no part in comparisons.
+    """
+
+    threads: int | None = None
+    rows: int | None = None
+    vector: int | None = None
+    chunks: tuple[tuple[str, int], ...] = ()
+    blocks: int | None = None
+    by: str = field(default="caller", compare=False)
+
+    def data(self) -> dict[str, object]:
+        """What is set, as plain data that `read` takes."""
+        sizes = {n: getattr(self, n) for n in ("threads", "rows", "vector", "blocks")}
+        out: dict[str, object] = {n: v for n, v in sizes.items() if v is not None}
+        return out | ({"chunks": dict(self.chunks)} if self.chunks else {})
+
+    @staticmethod
+    def read(data: Mapping[str, object], by: str) -> Knobs:
+        """The knobs that `data` describes. Raises ScheduleError for a name or a value that is none of theirs."""
+        sizes: dict[str, int] = {}
+        chunks: dict[str, int] = {}
+        for name, value in data.items():
+            if name == "chunks" and isinstance(value, Mapping):
+                chunks = {str(axis): _whole_number(f"chunk of {axis}", n) for axis, n in value.items()}
+            elif name in ("threads", "rows", "vector", "blocks"):
+                sizes[name] = _whole_number(name, value)
+            else:
+                raise ScheduleError(f"there is no knob '{name}'; they are threads, rows, vector, chunks and blocks")
+        return Knobs(**sizes, chunks=tuple(chunks.items()), by=by)
+
+
+def _whole_number(what: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ScheduleError(f"{what} is {value!r}, expected a whole number")
+    return value
+
+
+def turned(
+    kernel: ir.Kernel, variant: Variant, backend: str, schedule: Schedule, knobs: Knobs, sums: Sums | None = None
+) -> Schedule:
+    """`schedule`, the default of `kernel` in normal form, with `knobs` in place of its sizes.
+
+    Raises ScheduleError where they do not fit the kernel or each other.
+    """
+    if knobs.vector is not None and backend == "triton":
+        raise _refused(kernel, "vector is for CUDA alone; Triton's compiler chooses how wide its accesses are")
+    if knobs.blocks is not None and sums is None:
+        raise _refused(kernel, "blocks is for kernels that sum over programs (out[n] += e), and it has no such sum")
+    if knobs.blocks is not None and not 1 <= knobs.blocks <= MOST_BLOCKS:
+        raise _refused(kernel, f"blocks is {knobs.blocks}, expected 1 to {MOST_BLOCKS} programs a multiprocessor")
+    check_chunks(kernel, backend, knobs.chunks)
+    extents = {a.name: a.extent.constant for a in kernel.tiles}
+    chunks = {a: n for a, n in (dict(schedule.chunks) | dict(knobs.chunks)).items() if n < extents[a]}
+    threads = knobs.threads or schedule.threads
+    vector = schedule.vector if knobs.vector is None else knobs.vector
+    rows = schedule.rows
+    if knobs.rows is not None:
+        rows = knobs.rows
+    elif chunks and not schedule.chunks:
+        rows = 1  # several rows a program are for those too short to be taken in chunks
+    elif not kernel.tiles and backend == "cuda":
+        # As many vectors a thread as before.
+        rows = schedule.rows // (schedule.threads * schedule.vector) * threads * vector
+    name = schedule.name if not kernel.tiles else "looped" if chunks else "row"
+    ordered = tuple((a, chunks[a]) for a in extents if a in chunks)
+    out = replace(schedule, threads=threads, rows=rows, vector=vector, chunks=ordered, name=name, by=knobs.by)
+    check(kernel, backend, out)
+    fastest = kernel.parallel[-1].name if kernel.parallel else None
+    if backend == "cuda" and not kernel.tiles and fastest is not None:
+        least = out.threads * min(out.vector, vector_limit(kernel, variant, fastest))
+        if out.rows < least:
+            raise _refused(kernel, f"{out.threads} threads take {least} points at least, and rows is {out.rows}")
+    return out
+
+
+def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
+    """Refuse sizes that no emitter could print: raise ScheduleError."""
+    for what, value, most in (
+        ("threads", schedule.threads, MOST_THREADS),
+        ("rows", schedule.rows, MOST_ROWS),
+        ("vector", schedule.vector, MOST_VECTOR),
+    ):
+        if not power_of_two(value) or value > most:
+            raise _refused(kernel, f"{what} is {value}, expected a power of two up to {most}")
+    if schedule.threads < WARP:
+        raise _refused(kernel, f"threads is {schedule.threads}, expected at least {WARP}")
+    if backend == "cuda" and kernel.tiles and schedule.rows > schedule.threads:
+        raise _refused(kernel, f"{schedule.rows} rows do not share out among {schedule.threads} threads")
+    check_chunks(kernel, backend, schedule.chunks)
+
+
+def check_chunks(kernel: ir.Kernel, backend: str, chunks: tuple[tuple[str, int], ...]) -> None:
+    """Refuse chunks of what is no tile index, and sizes that `backend` has no block for: raise ScheduleError."""
+    tiles = {a.name: a.extent.constant for a in kernel.tiles}
+    for axis, chunk in chunks:
+        if axis not in tiles:
+            there = ", ".join(sorted(tiles)) or "none"
+            raise _refused(kernel, f"it takes {axis} in chunks, which is not a tile index (those are {there})")
+        if chunk < 1:
+            raise _refused(kernel, f"the chunk of {axis} is {chunk}, expected at least 1")
+        if backend == "triton" and chunk < tiles[axis] and not power_of_two(chunk):
+            raise _refused(kernel, f"the chunk of {axis} is {chunk}; Triton's blocks are powers of two")
+
+
+def power_of_two(n: int) -> bool:
+    """Whether `n` is 1, 2, 4, ..."""
+    return n >= 1 and not n & (n - 1)
+
+
+def _refused(kernel: ir.Kernel, problem: str) -> ScheduleError:
+    return ScheduleError(f"a schedule of {kernel.name} is not valid: {problem}")
