@@ -1,0 +1,108 @@
+"""The benchmark of the time that calls take on the host (`benchmarks/host_time.py`), tiny and on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kgen
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import host_items  # noqa: E402  # pyright: ignore[reportMissingImports]  # through the path above
+import host_start  # noqa: E402  # pyright: ignore[reportMissingImports]
+import host_time  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+CPU = torch.device("cpu")
+USABLE = {s.name for s in kgen.backends("cpu") if s.available}
+needs_backends = pytest.mark.skipif(not set(host_time.BACKENDS) <= USABLE, reason="needs g++ and Triton")
+
+
+@pytest.fixture(autouse=True)
+def _grad_mode_is_kept() -> Iterator[None]:
+    yield
+    assert torch.is_grad_enabled()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> tuple[int, dict[str, Any], str]:
+    """The exit code, and both files."""
+    words = ["--device", "cpu", "--rounds", "2", "--calls", "1", "--rows", "3", "--width", "8", "--no-start"]
+    monkeypatch.setattr(sys, "argv", ["host_time.py", *words, "--out", str(out), *more])
+    code = host_time.main()
+    return code, json.loads((out / "host-time.json").read_text()), (out / "host-time.md").read_text()
+
+
+@needs_backends
+def test_every_op_is_timed_in_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, result, page = run(monkeypatch, tmp_path, "--no-compile")
+    assert code == 0, page
+    assert set(result["ops"]) == {"rms_norm", "swiglu", "add_rms_norm", "cross_entropy", "rope", "softmax"}
+    expected = [w for w in host_time.WAYS if w not in ("torch.compile", "graph replay")]
+    for name, found in result["ops"].items():
+        for backend in host_time.BACKENDS:
+            assert all(found[f"{backend}: {way}"]["us"] > 0 for way in expected), name
+        assert all(found[way]["us"] > 0 for way in host_time.PEERS if way.startswith("eager"))
+        assert f"| {name} | cuda | " in page
+    assert "(over)" in page  # the CPU is far over the bars of a GPU's host
+
+
+@needs_backends
+def test_a_call_that_fails_is_told_and_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = host_items.items(CPU, 3, 8)
+
+    def broken(x: torch.Tensor, backend: str) -> torch.Tensor:
+        raise ValueError(f"broken on {backend}")
+
+    one = host_items.Item("softmax", made[-1].kernel, made[-1].values, made[-1].inputs, broken, made[-1].eager)
+    monkeypatch.setattr(host_items, "items", lambda *_: [one])
+    code, result, page = run(monkeypatch, tmp_path, "--no-compile")
+    assert code == 1
+    assert "us" in result["ops"]["softmax"]["cuda: plan"]  # others go on
+    assert "broken on triton" in page
+
+
+def test_what_is_measured_is_the_time_of_one_call() -> None:
+    runs = {"slow": lambda: time.sleep(2e-3), "fast": lambda: None}
+    found = host_time.timed(runs, CPU, 5, 3)
+    assert 2000 <= found["slow"]["least_us"] <= found["slow"]["us"] <= found["slow"]["p90_us"]
+    assert found["fast"]["us"] < 1000
+
+
+def test_calls_without_gradients_are_timed_without() -> None:
+    seen: list[bool] = []
+    call = host_time.without_grad(lambda: seen.append(torch.is_grad_enabled()))
+    host_time.sample(call, CPU, 2)
+    host_time.sample(lambda: seen.append(torch.is_grad_enabled()), CPU, 1)
+    assert seen == [False, False, True]
+
+
+def test_plans_and_functions_give_what_torch_gives() -> None:
+    for item in host_items.items(CPU, 3, 8):
+        expected = item.eager(*item.inputs)
+        for got in (item.plan("reference")(), item.ours(*item.inputs, backend="reference")):
+            got = tuple(got) if isinstance(got, tuple | list) else (got,)
+            expected = expected if isinstance(expected, tuple) else (expected,)
+            for a, b in zip(got, expected, strict=False):  # the kernel of the cross entropy gives the z-loss as well
+                torch.testing.assert_close(a.to(b.dtype), b, rtol=0.1, atol=0.1)  # that it is the op, not how exact
+
+
+def test_a_process_of_its_own_tells_its_times() -> None:
+    found = host_start._process(("first_op", "cpu", "reference"))
+    assert found["import and first op"] >= found["first op"] > 0
+    assert found["compiled"] == 0
+
+
+def test_a_compilation_in_a_later_process_is_a_failure() -> None:
+    found = {"cuda: first op": {"first op": 20.0, "compiled": 1}, "emit": {"error": "ValueError: no"}}
+    assert len(host_start.failed(found)) == 2
+    found = {"cuda: first op": {"first op": 20.0, "compiled": 0}}
+    assert not host_start.failed(found)
+    assert any("first op 20" in line for line in host_start.told(found))
