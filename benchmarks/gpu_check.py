@@ -33,8 +33,9 @@ import gpu_cases as cases
 import torch
 from gpu_calls import BACKENDS, Options, Record
 from gpu_pool import Pool
-from gpu_report import HEAD, failures, listed, machine, not_reached, page, table
+from gpu_report import HEAD, failures, listed, not_reached, page, table
 
+from kgen.bench.machine import machine
 from kgen.runtime.differential import answer, ask
 from kgen.runtime.injection import MUTATIONS
 

@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 import re
 import textwrap
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 import gpu_cases as cases
-import torch
 from gpu_calls import BACKENDS, Record
-
-
-def machine(device: torch.device, commit: str) -> Record:
-    """What this ran on."""
-    facts: Record = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for name in ("triton", "cupy"):
-        try:
-            facts[name] = __import__(name).__version__
-        except ImportError:
-            facts[name] = "not installed"
-    if device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(device)
-        from cupy_backends.cuda.api import runtime  # pyright: ignore[reportAttributeAccessIssue]  # made at import
-        from cupy_backends.cuda.libs import nvrtc
-
-        try:
-            told = Path("/proc/driver/nvidia/version").read_text()
-        except OSError:
-            told = ""
-        number = re.search(r"\d+\.\d+(\.\d+)?", told)
-        version = runtime.driverGetVersion()
-        facts["driver"] = f"{number[0] if number else 'not told'}, CUDA {version // 1000}.{version % 1000 // 10}"
-        facts["NVRTC"] = ".".join(map(str, nvrtc.getVersion()))
-    else:
-        facts["device"] = "CPU: host executor and Triton interpreter"
-    return facts
-
 
 # Columns of the table. Counts are calls; a crash of the check itself is listed with the failures.
 HEAD = [

@@ -33,11 +33,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of workers
 import linear_report
 import torch
 import torch.nn.functional as F
-from gpu_report import machine
 from linear_problem import Gradients, Problem, Shape
-from timing import interleaved, within
 
 from kgen import ops
+from kgen.bench.machine import machine
+from kgen.bench.timing import interleaved, within
 
 MIB = 2**20
 BACKENDS = ("cuda", "triton")

@@ -1,4 +1,4 @@
-"""The command line: `kgen check | fmt | new | show | build | diff | doctor | cache`. One file for each command.
+"""The command line: `kgen check | fmt | new | show | build | diff | bench | doctor | cache`. One file for each command.
 
 Exit codes: 0 all is well; 1 the user's files or arguments have mistakes; 2 wrong usage, or something is missing on
 this machine.
@@ -13,6 +13,7 @@ import typer
 
 import kgen
 from kgen.cli.app import Group, Panel, declare
+from kgen.cli.bench import bench
 from kgen.cli.build import build
 from kgen.cli.cache import cache
 from kgen.cli.check import check
@@ -56,6 +57,7 @@ declare(app, fmt, Panel.WRITE)
 declare(app, show, Panel.COMPILE)
 declare(app, build, Panel.COMPILE)
 declare(app, diff, Panel.COMPILE)
+declare(app, bench, Panel.COMPILE)
 declare(app, doctor, Panel.MACHINE)
 app.add_typer(cache, name="cache", rich_help_panel=Panel.MACHINE)
 

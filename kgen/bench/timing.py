@@ -43,21 +43,22 @@ def interleaved(
     device: torch.device,
     rounds: int,
     *,
-    reset: Call = lambda: None,
+    reset: Call | Mapping[str, Call] = lambda: None,
     every: Mapping[str, int] | None = None,
     until: float = math.inf,
 ) -> dict[str, dict[str, float]]:
     """Median, deciles and host time in microseconds of each of `runs`, with the number of `calls`.
 
-    On a GPU by CUDA events, elsewhere by the clock. `reset` runs before each call, outside of its time. A call of
-    which `every` says n is made in one round of n. No round is begun after `until`, a `time.monotonic`, once `LEAST`
-    are done.
+    On a GPU by CUDA events, elsewhere by the clock. `reset` runs before each call, outside of its time; of a mapping,
+    what it has for that call. A call of which `every` says n is made in one round of n. No round is begun after
+    `until`, a `time.monotonic`, once `LEAST` are done.
     """
     cuda = device.type == "cuda"
     flush = torch.empty(FLUSH if cuda else 1, dtype=torch.uint8, device=device)
     spans: dict[str, list[Any]] = defaultdict(list)
     host: dict[str, list[float]] = defaultdict(list)
     names = list(runs)
+    resets = reset if isinstance(reset, Mapping) else dict.fromkeys(names, reset)
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +69,9 @@ def interleaved(
                 name = names[(k + round_) % len(names)]
                 if round_ % (every or {}).get(name, 1):
                     continue
-                reset()
+                before = resets.get(name)
+                if before is not None:
+                    before()
                 flush.zero_()
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
                 began = time.perf_counter()

@@ -1,0 +1,137 @@
+"""Times of one case: every call made ready, ours held against float64, then all of them in the same rounds."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kgen.bench.case import BACKENDS, PEER_ERROR, Call, Case, Run, Work, relative_error, worst
+from kgen.bench.peers import COMPILED, PEERS, NotInstalled
+from kgen.bench.timing import interleaved, within
+
+Record = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure: on what, how often, which backends and peers, and how long a call may take to be ready."""
+
+    device: torch.device
+    rounds: int = 60
+    backends: tuple[str, ...] = BACKENDS
+    peers: tuple[str, ...] = PEERS
+    ready_s: float = 30.0
+    compile_s: float = 40.0
+
+
+def said(error: BaseException) -> str:
+    """On one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release(device: torch.device) -> None:
+    """Give back what is not in use."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """The most bytes of the GPU that a call takes at a time; None elsewhere."""
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def ready(work: Work, make: Callable[[], Run], device: torch.device, own: bool) -> tuple[Run, Record]:
+    """A run that works and is right, and what was found of it. Raises ValueError for a wrong result."""
+    run = make()
+    if run.reset is not None:
+        run.reset()
+    if own:
+        for output in work.outputs:
+            output.fill_(float("nan"))
+    found: Record = {}
+    judged = work.check(run.results(run.call()))
+    if own:
+        found["worst"] = worst(judged)
+        if not found["worst"] <= 1.0:
+            raise ValueError(f"wrong: off by up to {found['worst']:.3g} times the bound")
+    else:
+        found["error_by_norm"] = relative_error(judged)
+        if not found["error_by_norm"] <= PEER_ERROR:
+            raise ValueError(f"computes something else: off by {found['error_by_norm']:.2g} of the result")
+    if run.reset is not None:
+        run.reset()
+    peak = peak_bytes(run.call, device)  # a second call: some fail only when repeated
+    if peak is not None:
+        found["peak_bytes"] = peak + (sum(o.nbytes for o in work.outputs) if own else 0)
+    return run, found
+
+
+def copy_of(size: int, device: torch.device) -> Run:
+    """A copy that moves `size` bytes, half of them read and half written."""
+    source = torch.empty(size // 4, dtype=torch.int16, device=device).random_()
+    target = torch.empty_like(source)
+    return Run(lambda: target.copy_(source))
+
+
+def perform(case: Case, plan: Plan, until: float = math.inf, tell: Tell = lambda _: None) -> Record:
+    """One row. Its `results` have a time for the copy and each way that works, and an `error` for each that does not.
+
+    `until`, a `time.monotonic`: nothing is made ready and no round is begun after it. Raises what making the operands
+    raises, TimeoutError where the time is up before anything is timed.
+    """
+    row: Record = {
+        "op": case.op, "direction": case.direction, "shape": case.size, "moves": case.moves, "floor": "copy",
+        "bars": dict(case.bars),
+    }  # fmt: skip
+    generator = torch.Generator(plan.device).manual_seed(0)
+    with within(min(60.0, until - time.monotonic())):
+        work = case.make(case.shape, generator)
+        runs = {"copy": copy_of(work.bytes, plan.device)}
+    row["bytes"] = work.bytes
+    ways: dict[str, tuple[Callable[[], Run], bool]] = {b: ((lambda b=b: work.ours(b)), True) for b in plan.backends}
+    ways |= {name: (work.peers[name], False) for name in plan.peers if name in work.peers}
+    results: dict[str, Record] = {}
+    for name, (make, own) in ways.items():
+        began = time.monotonic()
+        try:
+            limit = plan.compile_s if name == COMPILED else plan.ready_s
+            with within(min(limit, until - began)):
+                runs[name], results[name] = ready(work, make, plan.device, own)
+        except NotInstalled as error:
+            results[name] = {"error": str(error)}
+        except Exception as error:  # the others are still worth their time
+            results[name] = {"error": said(error)}
+            tell(f"{case.name}, {name}: {results[name]['error']}")
+            release(plan.device)
+        results[name]["ready_s"] = round(time.monotonic() - began, 3)
+    if len(runs) == 1:
+        return row | {"results": results}
+    resets = {name: run.reset for name, run in runs.items() if run.reset is not None}
+    calls = {name: run.call for name, run in runs.items()}
+    times = interleaved(calls, plan.device, plan.rounds, reset=resets, until=until)
+    for name, record in times.items():
+        results[name] = results.get(name, {}) | record | {"of_floor": record["median_us"] / times["copy"]["median_us"]}
+    return row | {"results": results}
