@@ -127,7 +127,7 @@ def judge(c: Case, upstream: torch.Tensor, stored: torch.dtype | None = None, *,
     capped = z if o["softcap"] is None else o["softcap"] * torch.tanh(z / o["softcap"])
     lse = torch.logsumexp(capped, -1) if classes else z.sum(-1)
     p = torch.exp(capped - lse[:, None])
-    share = (tw.abs() * ((1 - e) * cw[t] + e * cw.mean()) / mass.abs()).where(kept, 0.0)
+    share = (tw.abs() * ((1 - e) * cw[t].abs() + e * cw.abs().mean()) / mass.abs()).where(kept, 0.0)
     share_z = (tw.abs() * zl / count.abs()).where(kept, 0.0)
     spread = 2 * z.abs().amax() + torch.log(torch.tensor(float(classes))) + 1 if z.numel() else torch.tensor(1.0)
 
@@ -144,9 +144,13 @@ def judge(c: Case, upstream: torch.Tensor, stored: torch.dtype | None = None, *,
     g_off += (own + (rows + 32) * F32) * (k[:, None] * (p + own) + exact_g.abs())
     g_off += u * (exact_g.abs() + g_off)
     if stored == torch.float16 and o["reduction"] != "none":
-        # Rows are scaled before they are rounded: by a fourth root of at most `rows` times the largest weight's power.
-        largest = (tw * cw[t]).where(kept, 0.0).abs().max() if rows else torch.tensor(0.0)
-        tiny = tiny * largest * max(rows, 1) ** 0.25 / 8192.0 * (up.abs() / mass.abs()).nan_to_num(0.0, 0.0, 0.0)
+        # Rows are scaled before they are rounded, by what bounds them all: a fourth root of at most `rows` times the
+        # power of the largest. fused_linear_cross_entropy.kdsl derives what bounds one.
+        ratio = (mass / count).abs().nan_to_num(0.0, 0.0, 0.0)
+        most = 2 * zl * ratio * (45.0 + (65504.0 if o["softcap"] is None else o["softcap"]))
+        of_row = tw.abs() * ((1 - e) * cw[t].abs() + e * cw.abs().mean() + most)
+        largest = of_row.where(kept, 0.0).max() if rows else torch.tensor(0.0)
+        tiny = tiny * largest * max(rows, 1) ** 0.25 / 32768.0 * (up.abs() / mass.abs()).nan_to_num(0.0, 0.0, 0.0)
         g_off += tiny
     else:
         g_off += tiny

@@ -183,8 +183,20 @@ def _mass(target: Any, class_weight: Any = None, token_weight: Any = None) -> An
     return b.sum(), a.sum()
 
 
-def _powers(target: Any, class_weight: Any = None, token_weight: Any = None) -> Any:
-    return (_kept(target, class_weight, token_weight)[1].double() ** 4).sum()
+def _powers(
+    target: Any, mass: Any, count: Any, class_weight: Any = None, spread: Any = None, token_weight: Any = None,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 1.0, smoothed: bool = False,
+    capped: bool = False, averaged: bool = True,
+) -> Any:  # fmt: skip
+    kept = target != -100
+    bound = torch.ones_like(target, dtype=torch.float64)
+    if class_weight is not None:
+        bound = class_weight.double()[target.where(kept, 0)].abs()
+    if smoothed:
+        bound = (1.0 - label_smoothing) * bound + label_smoothing * (bound if spread is None else spread)
+    bound = bound + 2.0 * z_loss * (45.0 + (softcap if capped else 65504.0)) * (mass / count if averaged else 1.0)
+    bound = (bound if token_weight is None else bound * token_weight).where(kept, 0.0)
+    return (bound**4).sum(), kept.sum()
 
 
 def _factors(target: Any, mass: Any, count: Any, token_weight: Any = None, averaged: bool = True) -> Any:
@@ -194,7 +206,7 @@ def _factors(target: Any, mass: Any, count: Any, token_weight: Any = None, avera
 
 def _narrow(target: Any, mass: Any, count: Any, total: Any, token_weight: Any = None, averaged: bool = True) -> Any:
     a = torch.ones(target.shape, device=target.device) if token_weight is None else token_weight
-    a = a * 8192.0 / total**0.25
+    a = a * 32768.0 / total**0.25
     return (a, a * mass / count) if averaged else (a, a)
 
 
@@ -256,15 +268,23 @@ SHIPPED: tuple[Shipped, ...] = (
     ),
     Shipped("kept_mass", _LINEAR, "kept_mass", _tokens(), _mass, **_INNER),
     Shipped("kept_mass, weighted", _LINEAR, "kept_mass", _tokens("class_weight", "token_weight"), _mass, **_INNER),
-    Shipped("fourth_powers", _LINEAR, "fourth_powers", _tokens("class_weight", "token_weight"), _powers, **_INNER),
+    Shipped(
+        "mean_magnitude", _LINEAR, "mean_magnitude", _tokens("class_weight", labels=False),
+        lambda class_weight: class_weight.abs().mean(), **_INNER,
+    ),
+    Shipped("fourth_powers", _LINEAR, "fourth_powers", _tokens(scalars=_MEANS), _powers, **_INNER),
+    Shipped(
+        "fourth_powers, all options", _LINEAR, "fourth_powers",
+        _tokens("class_weight", "token_weight", scalars=(*_MEANS, "spread"), **_ALL), _powers, **_INNER,
+    ),
     Shipped("row_factors", _LINEAR, "row_factors", _tokens("token_weight", scalars=_MEANS), _factors, **_INNER),
     Shipped(
         "narrow_row_factors", _LINEAR, "narrow_row_factors", _tokens("token_weight", scalars=(*_MEANS, "total")),
         _narrow, **_INNER,
     ),
     Shipped(
-        "shared_factor", _LINEAR, "shared_factor", _tokens(scalars=("mass", "total"), labels=False),
-        lambda mass, total: total**0.25 / 8192.0 / mass, **_INNER,
+        "shared_factor", _LINEAR, "shared_factor", _tokens(scalars=("mass", "total", "labels"), labels=False),
+        lambda mass, total, labels: total**0.25 / 32768.0 / mass, **_INNER,
     ),
     Shipped(
         "loss_totals", _LINEAR, "loss_totals", _tokens("losses", "z", "token_weight"),

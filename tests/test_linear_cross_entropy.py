@@ -226,6 +226,13 @@ def test_f16_labels_that_weigh_nothing(backend: str) -> None:
         assert (a - b).abs().max() <= 11 * 2 * 2**-11 * b.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_mean_over_labels_that_weigh_nothing_is_none(dtype: torch.dtype, backend: str) -> None:
+    c = case(ROWS, WIDTH, CLASSES, dtype, class_weight=torch.zeros(CLASSES), z_loss=0.1)
+    loss, *gradients = outcome(c, torch.tensor(1.0), backend=backend)
+    assert loss.isnan() and all(g.isnan().any() for g in gradients)
+
+
 def test_f16_gradients_do_not_underflow_before_they_are_scaled() -> None:
     # Gradients of logits are some 1e-6 / 37 here, and f16 ends at 6e-8; the loss is scaled as a trainer scales it.
     c = case(3000, 8, CLASSES, torch.float16, bias=1.0)
@@ -233,6 +240,36 @@ def test_f16_gradients_do_not_underflow_before_they_are_scaled() -> None:
     check(c, up, backend="cuda", workspace_mb=0.05)
     for options in ({"token_weight": 1e-4 * randn(3000, seed=1)}, {"class_weight": 1e3 * randn(CLASSES, seed=2).abs()}):
         check(Case(c.x, c.w, c.target, c.bias, options), up, backend="cuda", workspace_mb=0.05)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("heavy", "options"),
+    [
+        (1e4, {"label_smoothing": 0.9}),
+        (0.0, {"z_loss": 10.0}),
+        (0.0, {"z_loss": -10.0, "softcap": 30.0}),
+        (1e4, {"label_smoothing": 0.9, "z_loss": 10.0, "softcap": 30.0}),
+        (-1e4, {"label_smoothing": 0.9, "z_loss": 10.0}),
+    ],
+)
+def test_f16_gradients_do_not_overflow(heavy: float, options: dict[str, Any], reduction: str, backend: str) -> None:
+    # What a row's label weighs bounds its gradient neither under smoothing, which other classes weigh in, nor under
+    # z-loss, which grows with the logits: up to 4e4 here.
+    for size in (1.0, 4e4):
+        c = case(ROWS, WIDTH, CLASSES, torch.float16, bias=1.0, reduction=reduction, **options)
+        assert c.bias is not None
+        c.bias[5] = size
+        if heavy:
+            c.options["class_weight"] = torch.ones(CLASSES)
+            c.options["class_weight"][5] = heavy
+            c.target[c.target == 5] = 6
+        x, w, bias = (t.clone().requires_grad_() for t in (c.x, c.w, c.bias))
+        loss = call(Case(x, w, c.target, bias, c.options), backend=backend, workspace_mb=workspace(c, 3))
+        found = [loss, *torch.autograd.grad(loss, (x, w, bias), torch.tensor(2.0**-12))]
+        right = judge(c, torch.tensor(2.0**-12))
+        for name, a, e, b in zip(("loss", "x", "w", "bias"), found, right.expected, right.bound, strict=True):
+            assert a.isfinite().all() and excess(a, e, b) <= 1.0, (name, size, excess(a, e, b))
 
 
 # ---- layouts and dtypes ----------------------------------------------------------------------------------------------

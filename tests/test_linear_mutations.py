@@ -195,6 +195,26 @@ BREAKS: dict[str, Break] = {
     "no factor in f16": Break(
         _edit(("if narrow:", "if false:")), (), tests.test_f16_gradients_do_not_underflow_before_they_are_scaled, ()
     ),
+    "gradients in f16 bounded by the weights of labels alone": Break(
+        _edit(
+            ("        own = abs(1.0 - label_smoothing) * w_t + abs(label_smoothing) * spread[]", "        own = w_t")
+        ),
+        (),
+        tests.test_f16_gradients_do_not_overflow,
+        (1e4, {"label_smoothing": 0.9}, "mean", "cuda"),
+    ),
+    "z-loss forgotten in what bounds gradients in f16": Break(
+        _edit(("where(z_loss == 0.0, f64(0.0), 2.0 * lse * abs(z_loss * ratio))", "f64(0.0) * lse * ratio")),
+        (),
+        tests.test_f16_gradients_do_not_overflow,
+        (0.0, {"z_loss": 10.0}, "sum", "cuda"),
+    ),
+    "a mean in f16 over labels that weigh nothing has no gradient": Break(
+        _edit(("where(labels[] > 0.0, f / mass[]", "where(total[] > 0.0 and labels[] > 0.0, f / mass[]")),
+        (),
+        tests.test_the_mean_over_labels_that_weigh_nothing_is_none,
+        (torch.float16, "cuda"),
+    ),
     "sums rounded at each of many chunks": Break(
         (),
         ((sizing, "ROUNDINGS", 10**9),),

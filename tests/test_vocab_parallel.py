@@ -117,6 +117,23 @@ def test_some_options(ranks: Ranks, chosen: tuple[str, ...]) -> None:
         hold(run(ranks, shared_out(c, SHARDS[4], upstream=up), 3, backend="reference"), judge(c, up))
 
 
+def test_f16_gradients_do_not_overflow(ranks: Ranks) -> None:
+    # tests/test_linear_cross_entropy.py says why they could; the heavy class is one of the last shard.
+    for options in (
+        {"label_smoothing": 0.9},
+        {"z_loss": 10.0},
+        {"label_smoothing": 0.9, "z_loss": 10.0, "softcap": 30.0},
+    ):
+        for size, backend in ((1.0, "reference"), (4e4, "cuda")):
+            c = case(ROWS, WIDTH, CLASSES, torch.float16, bias=1.0, class_weight=torch.ones(CLASSES), **options)
+            c.bias[CLASSES - 1], c.options["class_weight"][CLASSES - 1] = size, 1e4
+            c.target[c.target == CLASSES - 1] = 6
+            upstream = torch.tensor(2.0**-12)
+            found = run(ranks, shared_out(c, SHARDS[2], upstream=upstream), 3, backend=backend)
+            assert all(t.isfinite().all() for t in joined(found))
+            hold(found, judge(c, upstream))
+
+
 @pytest.mark.parametrize("accumulate", ["param", "f32", "auto"])
 def test_any_number_of_chunks_and_shards_of_any_size(ranks: Ranks, accumulate: str) -> None:
     # Ranks whose shares differ would make different chunks of one budget, and wait for each other for ever.
