@@ -12,7 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import test_linear_cross_entropy as tests
+import test_linear_cross_entropy_calls as calls
 import torch
+from linear_call_kit import CLASSES, OPTIONS
 
 from kgen.codegen.host import plan, sizing
 from kgen.codegen.host.lower import lower
@@ -88,10 +90,10 @@ def _edit(*edits: tuple[str, str]) -> Sequence[tuple[str, str]]:
     return edits
 
 
-@functools.wraps(tests.test_the_budget_of_the_environment)
+@functools.wraps(calls.test_the_budget_of_the_environment)
 def _budget() -> None:
     with pytest.MonkeyPatch.context() as environment:
-        tests.test_the_budget_of_the_environment(environment)
+        calls.test_the_budget_of_the_environment(environment)
 
 
 def _narrowed(*args: Any) -> None:
@@ -107,7 +109,7 @@ def _without_autocast(_: str, __: str, input: torch.Tensor, ___: torch.Tensor) -
 _library = walk._library
 F32, BF16 = torch.float32, torch.bfloat16
 SUMMED = ("                w_sum: W[V, H]\n            b_sum", "                w_sum: T[V, H]\n            b_sum")
-TOKENS = {"token_weight": tests.OPTIONS[-1]["token_weight"]}
+TOKENS = {"token_weight": OPTIONS[-1]["token_weight"]}
 WEIGHED = "        a = token_weight[m]\n    else:\n        a = 1.0\n    if averaged:"
 BREAKS: dict[str, Break] = {
     "the bias left out of the logits": Break(
@@ -130,7 +132,7 @@ BREAKS: dict[str, Break] = {
         (), ((walk, "_library", _narrowed),), tests.test_values_and_gradients, ("cuda", F32, "sum")
     ),
     "autocast takes no notice": Break(
-        (), ((linear_losses, "multiplied_in", _without_autocast),), tests.test_autocast, (BF16, "mean")
+        (), ((linear_losses, "multiplied_in", _without_autocast),), calls.test_autocast, (BF16, "mean")
     ),
     "the gradient of an f32 weight rounded to the dtype of autocast": Break(
         _edit(
@@ -141,19 +143,19 @@ BREAKS: dict[str, Break] = {
             ),
         ),
         (),
-        tests.test_autocast,
+        calls.test_autocast,
         (BF16, "mean"),
     ),
     "the gradient of the result taken for 1": Break(
         _edit(("                times_(x_sum, d_loss)\n", "")),
         (),
-        tests.test_the_gradient_of_the_result_may_be_anything,
+        calls.test_the_gradient_of_the_result_may_be_anything,
         (3.7,),
     ),
     "a gradient of the result that is 0 or NaN taken for none": Break(
         _edit(("where(s[] == 1.0, g[m, n], g[m, n] * s[])", "where(s[] * s[] > 0.0, g[m, n] * s[], g[m, n])")),
         (),
-        tests.test_the_gradient_of_the_result_may_be_anything,
+        calls.test_the_gradient_of_the_result_may_be_anything,
         (float("nan"),),
     ),
     "the gradient of the result forgotten for the bias": Break(
@@ -172,7 +174,7 @@ BREAKS: dict[str, Break] = {
         _edit(("a / mass[], a / count[]", "a / mass[], a / mass[]")),
         (),
         tests.test_every_combination_of_options,
-        ({k: v for k, v in tests.OPTIONS[-1].items() if k in ("class_weight", "z_loss")},),
+        ({k: v for k, v in OPTIONS[-1].items() if k in ("class_weight", "z_loss")},),
     ),
     "token weights left out of the gradient": Break(
         _edit((WEIGHED, WEIGHED.replace("token_weight[m]", "1.0"))),
@@ -190,7 +192,7 @@ BREAKS: dict[str, Break] = {
         _edit(("class_weight[minimum(maximum(target[m], 0), V - 1)], 0.0)", "class_weight[target[m]], 0.0)")),
         (),
         tests.test_a_label_out_of_range_is_never_a_plausible_number,
-        ("cuda", tests.CLASSES),
+        ("cuda", CLASSES),
     ),
     "no factor in f16": Break(
         _edit(("if narrow:", "if false:")), (), tests.test_f16_gradients_do_not_underflow_before_they_are_scaled, ()
@@ -228,10 +230,10 @@ BREAKS: dict[str, Break] = {
         (), ((op_module, "lower", _replanned(_not_zeroed)),), tests.test_no_tokens, ("cuda", F32)
     ),
     "saved gradients changed although the graph is kept": Break(
-        (), ((walk, "_own", lambda s: lambda env, i, n: None),), tests.test_several_backward_passes, (F32, "mean")
+        (), ((walk, "_own", lambda s: lambda env, i, n: None),), calls.test_several_backward_passes, (F32, "mean")
     ),
     "gradients that no one asked for": Break(
-        (), ((op_module, "lower", _all_gradients),), tests.test_only_wanted_gradients_cost_anything, (("x",), 2, "mean")
+        (), ((op_module, "lower", _all_gradients),), calls.test_only_wanted_gradients_cost_anything, (("x",), 2, "mean")
     ),
     "the budget ignored": Break(
         (),
