@@ -28,9 +28,10 @@ import host_items
 import host_start
 import torch
 from gpu_calls import BACKENDS
-from gpu_report import machine
 from host_items import Call, Item
-from timing import within
+
+from kgen.bench.machine import machine
+from kgen.bench.timing import within
 
 Record = dict[str, Any]
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import kgen
+from kgen import ops
+from kgen.bench import linear
+from kgen.bench.linear_problem import MIB, Problem, Shape
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import linear_bars  # noqa: E402  # pyright: ignore[reportMissingImports]  # through the path above
 import linear_report  # noqa: E402  # pyright: ignore[reportMissingImports]
-from linear_problem import Problem, Shape  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 BACKENDS = tuple(s.name for s in kgen.backends("cpu") if s.available and s.name in linear_bars.BACKENDS)
 needs_backend = pytest.mark.skipif(not BACKENDS, reason="needs g++ or Triton")
@@ -51,7 +53,7 @@ def test_the_reference_is_torchs_in_float64() -> None:
 
 def outputs(p: Problem, workspace_mb: float) -> tuple[list[torch.Tensor], int]:
     """Ours, in small chunks that round often, and the rows of a chunk."""
-    call = linear_bars.ours(p, BACKENDS[0], workspace_mb, "param").make()
+    call = linear.ours(p, BACKENDS[0], workspace_mb, "param").make()
     _, rows = p.observe(call)
     return list(call()), rows
 
@@ -80,30 +82,30 @@ def _nan(p: Problem, o: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("rows", [2, 16, 3])
 def test_bounds_hold_for_ours_and_for_no_mistake(rows: int) -> None:
     p = Problem(SHAPE, CPU)
-    got, chunk = outputs(p, linear_bars.budget(SHAPE, rows))
+    got, chunk = outputs(p, linear.budget(SHAPE, rows))
     assert chunk == rows
-    assert 0.0 < p.judge(tuple(got), chunk)["worst"] <= 1.0
+    assert 0.0 < p.judge((got[0], got[1], got[2]), chunk)["worst"] <= 1.0
     for spoil in (_no_label, _last_rows, _twice, _mean, _nan):
         wrong = [t.detach().clone() for t in got]
         spoil(p, wrong)
-        assert not p.judge(tuple(wrong), chunk)["worst"] <= 1.0, spoil.__name__
+        assert not p.judge((wrong[0], wrong[1], wrong[2]), chunk)["worst"] <= 1.0, spoil.__name__
 
 
 @needs_backend
 def test_settings_have_the_largest_chunks_under_a_peak() -> None:
     p = Problem(SHAPE, CPU)
     backend = BACKENDS[0]
-    search = linear_bars.Search(p, backend)
+    search = linear.Search(p, backend)
     search.observed(None, "auto")  # whatever is kept from a first call
-    search = linear_bars.Search(p, backend)
-    spare = search.observed(linear_bars.budget(SHAPE, 1), "param")[0] - SHAPE.row_bytes
+    search = linear.Search(p, backend)
+    spare = search.observed(linear.budget(SHAPE, 1), "param")[0] - SHAPE.row_bytes
     for rows in (64, 32, 16, 4):
-        key = search.under((spare + rows * SHAPE.row_bytes + 8) / linear_bars.MIB)
+        key = search.under((spare + rows * SHAPE.row_bytes + 8) / MIB)
         assert search.observed(*key)[1] == rows
         assert key[1] == ("param" if rows < 8 else "auto")  # which takes no more chunks than eight
         assert (key[0] is None) == (rows == 64)
     with pytest.raises(ValueError, match="no setting stays within"):
-        search.under(spare / linear_bars.MIB)
+        search.under(spare / MIB)
 
 
 @needs_backend
@@ -138,8 +140,8 @@ def test_time_and_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = json.loads((tmp_path / "linear-bars.json").read_text())
     assert len(result["not reached"]) == 3 and result["groups"] == []
     assert all(b["met"] is None for b in result["bars"])
-    right: Callable[..., Any] = linear_bars.ops.linear_cross_entropy
-    monkeypatch.setattr(linear_bars.ops, "linear_cross_entropy", lambda *a, **k: right(*a, **k) * 1.25)
+    right: Callable[..., Any] = ops.linear_cross_entropy
+    monkeypatch.setattr(ops, "linear_cross_entropy", lambda *a, **k: right(*a, **k) * 1.25)
     assert linear_bars.main([*common, "--groups", "accumulate"]) == 1
     result = json.loads((tmp_path / "linear-bars.json").read_text())
     assert all("wrong: off by" in r["error"] for r in result["groups"][0]["rows"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from kgen.bench import gated, losses, norms, rotary
-from kgen.bench.case import BACKENDS, Case, Make, Shape
+from kgen.bench.linear_rows import OP as LINEAR
+from kgen.bench.linear_rows import LinearCase, linear_cases
+from kgen.bench.measure import Case
+from kgen.bench.work import BACKENDS, Make, Shape
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -70,14 +73,16 @@ LISTED: tuple[Listed, ...] = (
     ),
 )  # fmt: skip
 
-OPS: tuple[str, ...] = tuple(dict.fromkeys(listed.op for listed in LISTED))
+OPS: tuple[str, ...] = (*dict.fromkeys(listed.op for listed in LISTED), LINEAR)
 
 
-def cases(ops: Iterable[str] = OPS, shapes: Sequence[Shape] | None = None, *, small: bool = False) -> list[Case]:
+def cases(
+    ops: Iterable[str] = OPS, shapes: list[Shape] | None = None, *, small: bool = False
+) -> list[Case | LinearCase]:
     """What there is of `ops`, in order of the list. `shapes` replace those of the list where they have as many sizes;
     `small`: one tiny shape each, without bars."""
     wanted = set(ops)
-    out: list[Case] = []
+    out: list[Case | LinearCase] = []
     for listed in LISTED:
         if listed.op not in wanted:
             continue
@@ -86,4 +91,4 @@ def cases(ops: Iterable[str] = OPS, shapes: Sequence[Shape] | None = None, *, sm
             continue
         rank = len(listed.small)
         out += [listed.case(s) for s in (listed.shapes if shapes is None else shapes) if len(s) == rank]
-    return out
+    return out + (linear_cases(shapes, trial=small) if LINEAR in wanted else [])

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kgen.bench.case import Judged, Results, Run, Shape, Work, backward, blocks, bound, randn
 from kgen.bench.peers import LIGER, attribute, forward, gradient, torchs
+from kgen.bench.work import Judged, Results, Run, Shape, Work, backward, blocks, bound, randn
 from kgen.runtime.loading import load_packaged
 
 _TANH = math.sqrt(2 / math.pi)

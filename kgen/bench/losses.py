@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kgen import ops
-from kgen.bench.case import F32_ROUNDING, FEW, Judged, Results, Run, Shape, Work, blocks, bound, randn
 from kgen.bench.peers import COMPILED, EAGER, LIGER, QUACK, attribute, forward, fresh, torchs
+from kgen.bench.work import F32_ROUNDING, FEW, Judged, Results, Run, Shape, Work, blocks, bound, randn
 
 
 def softmax(shape: Shape, g: torch.Generator) -> Work:

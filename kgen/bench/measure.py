@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kgen.bench.case import BACKENDS, PEER_ERROR, Call, Case, Run, Work, relative_error, worst
 from kgen.bench.peers import COMPILED, PEERS, NotInstalled
 from kgen.bench.timing import interleaved, within
+from kgen.bench.work import BACKENDS, PEER_ERROR, Call, Make, Run, Shape, Work, relative_error, worst
 
 Record = dict[str, Any]
 Tell = Callable[[str], None]
@@ -96,42 +96,66 @@ def copy_of(size: int, device: torch.device) -> Run:
     return Run(lambda: target.copy_(source))
 
 
-def perform(case: Case, plan: Plan, until: float = math.inf, tell: Tell = lambda _: None) -> Record:
-    """One row. Its `results` have a time for the copy and each way that works, and an `error` for each that does not.
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: an op, a direction, a shape, and what is asked of each backend, in times of the copy."""
 
-    `until`, a `time.monotonic`: nothing is made ready and no round is begun after it. Raises what making the operands
-    raises, TimeoutError where the time is up before anything is timed.
-    """
-    row: Record = {
-        "op": case.op, "direction": case.direction, "shape": case.size, "moves": case.moves, "floor": "copy",
-        "bars": dict(case.bars),
-    }  # fmt: skip
-    generator = torch.Generator(plan.device).manual_seed(0)
-    with within(min(60.0, until - time.monotonic())):
-        work = case.make(case.shape, generator)
-        runs = {"copy": copy_of(work.bytes, plan.device)}
-    row["bytes"] = work.bytes
-    ways: dict[str, tuple[Callable[[], Run], bool]] = {b: ((lambda b=b: work.ours(b)), True) for b in plan.backends}
-    ways |= {name: (work.peers[name], False) for name in plan.peers if name in work.peers}
-    results: dict[str, Record] = {}
-    for name, (make, own) in ways.items():
-        began = time.monotonic()
-        try:
-            limit = plan.compile_s if name == COMPILED else plan.ready_s
-            with within(min(limit, until - began)):
-                runs[name], results[name] = ready(work, make, plan.device, own)
-        except NotInstalled as error:
-            results[name] = {"error": str(error)}
-        except Exception as error:  # the others are still worth their time
-            results[name] = {"error": said(error)}
-            tell(f"{case.name}, {name}: {results[name]['error']}")
-            release(plan.device)
-        results[name]["ready_s"] = round(time.monotonic() - began, 3)
-    if len(runs) == 1:
-        return row | {"results": results}
-    resets = {name: run.reset for name, run in runs.items() if run.reset is not None}
-    calls = {name: run.call for name, run in runs.items()}
-    times = interleaved(calls, plan.device, plan.rounds, reset=resets, until=until)
-    for name, record in times.items():
-        results[name] = results.get(name, {}) | record | {"of_floor": record["median_us"] / times["copy"]["median_us"]}
-    return row | {"results": results}
+    op: str
+    direction: str
+    shape: Shape
+    moves: str
+    make: Make
+    bars: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def name(self) -> str:
+        """What tells this row from all others."""
+        return f"{self.op} {self.direction} {'x'.join(map(str, self.shape))}"
+
+    def blank(self) -> Record:
+        """The row without results."""
+        return {
+            "op": self.op, "direction": self.direction, "shape": "x".join(map(str, self.shape)), "moves": self.moves,
+            "floor": "copy", "bars": dict(self.bars), "bytes": None, "results": {},
+        }  # fmt: skip
+
+    def perform(self, plan: Plan, until: float = math.inf, tell: Tell = lambda _: None) -> list[Record]:
+        """The row. Its `results` have a time for the copy and each way that works, an `error` for each that does not.
+
+        `until`, a `time.monotonic`: nothing is made ready and no round is begun after it. Raises what making the
+        operands raises, TimeoutError where the time is up before.
+        """
+        with within(min(60.0, until - time.monotonic())):
+            work = self.make(self.shape, torch.Generator(plan.device).manual_seed(0))
+            runs = {"copy": copy_of(work.bytes, plan.device)}
+        results: dict[str, Record] = {}
+        for name, (make, own) in _ways(work, plan).items():
+            began = time.monotonic()
+            try:
+                with within(min(plan.compile_s if name == COMPILED else plan.ready_s, until - began)):
+                    runs[name], results[name] = ready(work, make, plan.device, own)
+            except NotInstalled as error:
+                results[name] = {"error": str(error)}
+            except Exception as error:  # the others are still worth their time
+                results[name] = {"error": said(error)}
+                tell(f"{self.name}, {name}: {results[name]['error']}")
+                release(plan.device)
+            results[name]["ready_s"] = round(time.monotonic() - began, 3)
+        if len(runs) > 1:
+            resets = {name: run.reset for name, run in runs.items() if run.reset is not None}
+            calls = {name: run.call for name, run in runs.items()}
+            times = interleaved(calls, plan.device, plan.rounds, reset=resets, until=until)
+            for name, record in times.items():
+                of_floor = record["median_us"] / times["copy"]["median_us"]
+                results[name] = results.get(name, {}) | record | {"of_floor": of_floor}
+        return [self.blank() | {"bytes": work.bytes, "results": results}]
+
+
+def _ways(work: Work, plan: Plan) -> dict[str, tuple[Callable[[], Run], bool]]:
+    """What makes each run, and whether it is ours."""
+
+    def ours(backend: str) -> Callable[[], Run]:
+        return lambda: work.ours(backend)
+
+    ways = {b: (ours(b), True) for b in plan.backends}
+    return ways | {name: (work.peers[name], False) for name in plan.peers if name in work.peers}

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kgen import ops
-from kgen.bench.case import (
+from kgen.bench.peers import LIGER, QUACK, attribute, forward, gradient, torchs
+from kgen.bench.work import (
     BF16_ROUNDING,
     F32_ROUNDING,
     FEW,
@@ -22,7 +23,6 @@ from kgen.bench.case import (
     bound,
     randn,
 )
-from kgen.bench.peers import LIGER, QUACK, attribute, forward, gradient, torchs
 
 EPS = 1e-6
 _LIGER = "liger_kernel.ops.rms_norm", "LigerRMSNormFunction"

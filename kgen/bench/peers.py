@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kgen.bench.case import Run
+from kgen.bench.work import Run
 
 EAGER, COMPILED, LIGER, QUACK, CUT = "eager", "torch.compile", "Liger", "QuACK", "cut-cross-entropy"
 PEERS = (EAGER, COMPILED, LIGER, QUACK, CUT)
@@ -19,7 +19,7 @@ _MODULES = {LIGER: "liger_kernel", QUACK: "quack", CUT: "cut_cross_entropy"}
 Function = Callable[..., Any]
 
 
-class NotInstalled(Exception):
+class NotInstalled(ImportError):
     """A peer that is not here, or lacks what it needs."""
 
 
@@ -44,13 +44,16 @@ def versions() -> dict[str, str]:
     return out
 
 
-def fresh(function: Function) -> Function:
-    """`torch.compile` of `function` for the shapes of its first call alone, with nothing left of earlier compiles."""
+def fresh(function: Function, *, again: bool = False) -> Function:
+    """`torch.compile` of `function` for the shapes of its first call alone, with nothing left of earlier compiles.
+
+    again: the backward pass will run more than once through one graph, whose memory it then must leave alone.
+    """
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
     inductor_config.compile_threads = 1  # one kernel at a time: a pool of workers starts slower
-    functorch_config.donated_buffer = False  # which forbids a second backward through the same graph
+    functorch_config.donated_buffer = not again
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False, fullgraph=True)
 
@@ -91,4 +94,4 @@ def torchs(
     def make(function: Function) -> Run:
         return forward(function, inputs) if cotangents is None else gradient(function, inputs, cotangents)
 
-    return {EAGER: lambda: make(plain), COMPILED: lambda: make(fresh(plain))}
+    return {EAGER: lambda: make(plain), COMPILED: lambda: make(fresh(plain, again=cotangents is not None))}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kgen.bench.case import BACKENDS
 from kgen.bench.peers import PEERS
 from kgen.bench.result import best_peer, failures, meets, name_of, of_floor, slower_than_peer, timed
+from kgen.bench.work import BACKENDS
 
 Record = dict[str, Any]
 TRIAL = "A trial on a CPU: results were checked, times say nothing about speed."
@@ -53,6 +53,8 @@ def cell(row: Record, name: str) -> str:
 
 def bar_cell(row: Record) -> str:
     """The bars, cuda / triton."""
+    if "below" in row:
+        return f"below {row['below']}"
     return " / ".join(f"{row['bars'][b]:.2f}" for b in BACKENDS if b in row["bars"])
 
 
@@ -60,7 +62,7 @@ def verdict(row: Record, backend: str) -> str:
     """What of the bars a backend misses, in words; empty if nothing."""
     missed: list[str] = []
     if meets(row, backend) is False:
-        missed.append(f"above the bar {row['bars'][backend]:.2f}")
+        missed.append(f"not below {row['below']}" if "below" in row else f"above the bar {row['bars'][backend]:.2f}")
     if slower_than_peer(row, backend):
         missed.append(f"slower than {best_peer(row)}")
     return ", ".join(missed)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kgen.bench.case import BACKENDS
 from kgen.bench.peers import PEERS
+from kgen.bench.work import BACKENDS
 from kgen.dsl.diagnostics import KgenError
 
 SCHEMA = 1
@@ -78,9 +78,20 @@ def of_floor(row: Record, name: str) -> Span | None:
 
 
 def meets(row: Record, backend: str) -> bool | None:
-    """Whether the median is within the bar; None without a bar or a time."""
-    bar, found = row["bars"].get(backend), of_floor(row, backend)
-    return None if bar is None or found is None else found.value <= bar
+    """Whether the median is within the bar, and the peak within the row's `cap_mib`; None without a bar or a time.
+
+    The bar of a row with `below` is the time of the peer that it names.
+    """
+    found = of_floor(row, backend)
+    bar = row["bars"].get(backend)
+    if (peer := row.get("below")) is not None:
+        of_peer = of_floor(row, peer)
+        bar = None if of_peer is None else of_peer.value
+    if bar is None or found is None:
+        return None
+    peak = row["results"][backend].get("peak_bytes")
+    fits = peak is None or "cap_mib" not in row or peak <= row["cap_mib"] * 2**20
+    return fits and found.value <= bar
 
 
 def best_peer(row: Record) -> str | None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from kgen.bench.case import Judged, Results, Run, Shape, Work, backward, blocks, bound, randn
 from kgen.bench.peers import LIGER, QUACK, attribute, gradient, torchs
+from kgen.bench.work import Judged, Results, Run, Shape, Work, backward, blocks, bound, randn
 from kgen.runtime.loading import load_packaged
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -6,29 +6,47 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from kgen.bench import result
-from kgen.bench.case import Case
 from kgen.bench.machine import machine
-from kgen.bench.measure import Plan, Record, Tell, perform, release, said
+from kgen.bench.measure import Plan, Record, Tell, release, said
 from kgen.bench.peers import versions
+
+
+class Timed(Protocol):
+    """What gives rows."""
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        ...
+
+    def blank(self) -> Record:
+        """A row without results, for what fails as a whole."""
+        ...
+
+    def perform(self, plan: Plan, until: float, tell: Tell) -> list[Record]:
+        """Measure."""
+        ...
+
 
 LEAST = 6.0  # seconds without which no case is begun
 
 
 def run(
-    cases: Sequence[Case],
+    cases: Sequence[Timed],
     plan: Plan,
     commit: str,
     *,
     seconds: float = math.inf,
     file: Path | None = None,
     tell: Tell = lambda _: None,
-    done: Callable[[Record], None] = lambda _: None,
+    done: Callable[[str, list[Record]], None] = lambda *_: None,
 ) -> Record:
-    """The result of all `cases`; see `result` for what it holds. `done` is called with each row."""
+    """The result of all `cases`; see `result` for what it holds. `done` is called with the rows of each."""
     began = time.monotonic()
     until = began + seconds
     out: Record = {
@@ -41,26 +59,18 @@ def run(
             out["not reached"].append(case.name)
             continue
         try:
-            row = perform(case, plan, until, tell)
+            rows = case.perform(plan, until, tell)
         except torch.cuda.OutOfMemoryError:
-            row = _failed(case, "the memory of the GPU does not suffice")
+            rows = [case.blank() | {"error": "the memory of the GPU does not suffice"}]
         except Exception as error:  # the other cases are still worth their time
-            row = _failed(case, said(error))
-        row["seconds"] = round(time.monotonic() - started, 3)
+            rows = [case.blank() | {"error": said(error)}]
         release(plan.device)
-        out["rows"].append(row)
+        out["rows"] += rows
         out["seconds"] = round(time.monotonic() - began, 1)
         if file is not None:
             result.save(out, file)
-        done(row)
+        done(case.name, rows)
     out["seconds"] = round(time.monotonic() - began, 1)
     if file is not None:
         result.save(out, file)
     return out
-
-
-def _failed(case: Case, error: str) -> Record:
-    return {
-        "op": case.op, "direction": case.direction, "shape": case.size, "moves": case.moves, "floor": "copy",
-        "bars": dict(case.bars), "bytes": None, "results": {}, "error": error,
-    }  # fmt: skip

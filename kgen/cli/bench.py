@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,8 @@ import typer
 from kgen.cli.app import MISTAKES, UsageError, err, out
 
 if TYPE_CHECKING:
-    from kgen.bench.case import Case, Shape
+    from kgen.bench.run import Timed
+    from kgen.bench.work import Shape
 
 _PANEL = "What is timed"
 
@@ -58,10 +60,10 @@ def bench(
         kgen bench --device cpu
     """
     from kgen.bench import report, result
-    from kgen.bench.case import BACKENDS
     from kgen.bench.measure import Plan
     from kgen.bench.peers import COMPILED, PEERS
     from kgen.bench.run import run
+    from kgen.bench.work import BACKENDS
 
     where = _device(device)
     trial = where.type == "cpu"
@@ -76,8 +78,9 @@ def bench(
     )  # fmt: skip
     console = out()
 
-    def done(row: dict[str, Any]) -> None:
-        console.print(report.line(row, trial), markup=False)
+    def done(name: str, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            console.print(report.line(row, trial), markup=False)
 
     value = run(
         wanted, plan, commit or _commit(), seconds=seconds if seconds else math.inf, file=json_file, done=done,
@@ -121,7 +124,7 @@ def _shapes(texts: list[str]) -> list[Shape] | None:
     return found or None
 
 
-def _cases(ops: list[str], only: list[str], shapes: list[Shape] | None, trial: bool) -> list[Case]:
+def _cases(ops: list[str], only: list[str], shapes: list[Shape] | None, trial: bool) -> Sequence[Timed]:
     from kgen.bench.catalog import OPS, cases
 
     for op in ops:

@@ -1,9 +1,9 @@
-"""One thing to be timed: a case, its operands and calls, and how results are held against float64."""
+"""Operands and calls of one thing that is timed, and how results are held against float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,28 +53,6 @@ class Work:
 
 
 Make = Callable[[Shape, torch.Generator], Work]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A row of the table: an op, a direction, a shape, and what is asked of each backend, in times of the copy."""
-
-    op: str
-    direction: str
-    shape: Shape
-    moves: str
-    make: Make
-    bars: Mapping[str, float] = field(default_factory=dict[str, float])
-
-    @property
-    def size(self) -> str:
-        """The shape in words."""
-        return "x".join(map(str, self.shape))
-
-    @property
-    def name(self) -> str:
-        """What tells this row from all others."""
-        return f"{self.op} {self.direction} {self.size}"
 
 
 def randn(g: torch.Generator, *shape: int) -> torch.Tensor:

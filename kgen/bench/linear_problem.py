@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+MIB = 2**20
 BF16 = 2.0**-8
 F32 = 2.0**-24
 FEW = 1e2  # roundings of f32 in an element besides those of sums
