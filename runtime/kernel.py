@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from kgen.codegen.knobs import Knobs
+from kgen.codegen.schedule import ScheduleError
 from kgen.codegen.shapes import ShapeError, bind_dims, constants, full_shape, leading_shapes
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ast, ir
 from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, signature_of
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.runtime import autograd, events, registry
+from kgen.runtime import autograd, events, registry, tuned
 from kgen.runtime.backends.base import Built, Executor
 from kgen.runtime.binding import Binder, examine, has_memory, is_fake, python_signature, scalar_converter
 from kgen.runtime.cache import CACHE
@@ -77,6 +79,7 @@ class Kernel:
         self.inout_at = tuple(i for i in self.tensor_at if _role(params[i]) == "inout")
         self._ready: dict[tuple[Any, ...], ReadyCall] = {}
         self._plans: Plans = SingleFlight()
+        self._choices: dict[tuple[Any, ...], tuple[Executor, Knobs | None]] = {}
         self._kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
         self.trainings: SingleFlight[tuple[Any, ...], autograd.Training] = SingleFlight()
         _by_serial[self.serial] = self
@@ -268,7 +271,7 @@ class Kernel:
             sums = {s.tensor for s in kernel.body if isinstance(s, ir.Accumulate)}
             zeroed = [i for i, t in enumerate(outputs) if t.name in sums]
             return ReadyCall(self.name, device, arguments, new, scalars, None, None, event, zeroed, outs is not None)
-        built, where = self._plan(kernel, spec, dims, arguments, given, executor, device)
+        built, where, executor = self._plan(kernel, spec, dims, arguments, given, executor, device, choice)
         launch, grid = built.prepare(where)
         event = events.Launch(self.name, executor.name, str(device), grid)
         return ReadyCall(self.name, device, arguments, new, scalars, launch, built, event, (), outs is not None)
@@ -324,17 +327,20 @@ class Kernel:
         given: Mapping[str, torch.Tensor],
         executor: Executor,
         device: torch.device,
-    ) -> tuple[Built, Layout]:
+        choice: str,
+    ) -> tuple[Built, Layout, Executor]:
         # Outputs that are still to be allocated are aligned: torch's allocators give 64 bytes and more.
         residue = {name: t.data_ptr() % 16 for name, t in given.items()}
         memory = {a.name: Memory(a.shape, a.strides, a.itemsize, residue.get(a.name, 0)) for a in arguments}
         where = layout(kernel, dims, memory)
+        executor, knobs = self._tuned(spec, where, choice, executor, device)
         key = PlanKey(
             _spec_key(spec),
             () if executor.general else where.groups,
             None if executor.general else where.variant,
             device,
             executor.name,
+            knobs,
         )
 
         def build() -> Built:
@@ -344,9 +350,28 @@ class Kernel:
                     f"cannot record; call it once before the capture to warm up"
                 )
             events.count("plan")
-            return executor.build(kernel, where, device, CACHE)
+            try:
+                return executor.build(kernel, where, device, CACHE, knobs)
+            except ScheduleError:
+                if knobs is None:
+                    raise
+                # Measured for longer rows, and not possible here.
+                return executor.build(kernel, where, device, CACHE)
 
-        return self._plans.get_or_build(key, build), where
+        return self._plans.get_or_build(key, build), where, executor
+
+    def _tuned(
+        self, spec: Specialization, where: Layout, choice: str, executor: Executor, device: torch.device
+    ) -> tuple[Executor, Knobs | None]:
+        """The executor and the knobs that were measured to be the fastest for such a call; looked up once for each
+        class of calls."""
+        if executor.general or tuned.table(device) is None:
+            return executor, None
+        key = (_spec_key(spec), where.groups, where.variant, device, choice)
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = tuned.choose(where, choice, executor, device)
+        return found
 
     def _check(self, values: Sequence[Any], outs: Sequence[Any] | None) -> None:
         from kgen.runtime.checked import check_gathers  # only needed here

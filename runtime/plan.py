@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kgen.codegen.knobs import Knobs
 from kgen.codegen.program import Program
 from kgen.codegen.variant import Variant
 from kgen.runtime import events
@@ -26,7 +27,7 @@ class PlanKey:
     """What a compiled kernel depends on.
 
     `specialization` stands for dtypes, constants and optional tensors; `groups` are the merged parallel indices.
-    `variant` is None for an executor that needs to know nothing of the memory.
+    `variant` is None for an executor that needs to know nothing of the memory. `knobs` are those of a tuned schedule.
     """
 
     specialization: tuple[Any, ...]
@@ -34,6 +35,7 @@ class PlanKey:
     variant: Variant | None
     device: torch.device
     executor: str
+    knobs: Knobs | None = None
 
 
 Plans = SingleFlight[PlanKey, Built]

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from kgen.codegen.abi import grid_size, sum_grid
+from kgen.codegen.knobs import Knobs
+from kgen.codegen.pipeline import MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Arg, Program
+from kgen.codegen.schedule import Scheduled
 from kgen.codegen.torch_dtypes import rounded
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BF16, DType
@@ -49,8 +52,43 @@ class Executor(ABC):
         """None where it can run on `device`, else one sentence that says what is missing and what to install."""
 
     @abstractmethod
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        """`kernel` compiled for `layout.variant`. `layout.kernel` is `kernel` with merged indices."""
+    def build(
+        self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache, knobs: Knobs | None = None
+    ) -> Built:
+        """`kernel` compiled for `layout.variant`, with the default schedule turned by `knobs`. `layout.kernel` is
+        `kernel` with merged indices. Raises ScheduleError where the knobs do not fit."""
+
+
+class Generated(Executor):
+    """An executor of generated programs."""
+
+    def build(
+        self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache, knobs: Knobs | None = None
+    ) -> Built:
+        scheduled = schedule_kernel(
+            layout.kernel, layout.variant, self.backend, num_sms=self.multiprocessors(device), knobs=knobs
+        )
+        return self.load(emitter(self.backend)(scheduled), layout, device, cache)
+
+    @abstractmethod
+    def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
+        """`program`, which was emitted for `layout.variant`, compiled and ready to run on `device`."""
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Those of `device`: what the number of programs of a sum depends on."""
+        return MULTIPROCESSORS
+
+
+def emitter(backend: str) -> Callable[[Scheduled], Program]:
+    """What makes the programs of `backend`, `cuda` or `triton`."""
+    # Imported on demand: each brings its templates.
+    if backend == "cuda":
+        from kgen.codegen.cuda import emit
+
+        return emit
+    from kgen.codegen.triton import emit
+
+    return emit
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
-from kgen.dsl import ir
 from kgen.runtime import events
-from kgen.runtime.backends.base import Built, Executor, Launch, Packer, ScalarValue, Slots, programs
+from kgen.runtime.backends.base import Built, Generated, Launch, Packer, ScalarValue, Slots, programs
 from kgen.runtime.cache import Cache, cache_key
 from kgen.runtime.errors import BackendError
 from kgen.runtime.foreign_caches import before_cupy
@@ -30,7 +28,7 @@ _RUNTIME = "cupy_backends.cuda.api.runtime"
 _STATIC_SHARED = 48 * 1024  # what a block may have without asking
 
 
-class Cuda(Executor):
+class Cuda(Generated):
     """Compiles to a cubin for the device's architecture, loads it into each device's primary context, and launches on
     torch's current stream."""
 
@@ -42,19 +40,18 @@ class Cuda(Executor):
             return "torch sees no CUDA device; it needs an NVIDIA GPU, its driver and a CUDA build of torch"
         return _missing_cupy()
 
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.codegen.cuda import emit
-
+    def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
         properties = torch.cuda.get_device_properties(device)
         arch = f"sm_{properties.major}{properties.minor}"
-        scheduled = schedule_kernel(layout.kernel, layout.variant, "cuda", num_sms=properties.multi_processor_count)
-        program = emit(scheduled)
 
         def build(p: Program) -> Built:
             cubin, resources = compiled(p, arch, cache)
             return _Loaded(p, cubin, resources, device)
 
         return build_stages(program, build, device)
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Arg, Program
-from kgen.dsl import ir
-from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slots, bf16_bits, programs
+from kgen.runtime.backends.base import Built, Generated, Launch, ScalarValue, Slots, bf16_bits, programs
 from kgen.runtime.cache import Cache, temporary_folder
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
 
-class CudaHost(Executor):
+class CudaHost(Generated):
     """Runs the very source that a GPU would run, with barriers, shuffles and shared memory simulated."""
 
     name = "cuda-host"
@@ -28,11 +26,10 @@ class CudaHost(Executor):
 
         return host_executor.available()
 
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.codegen.cuda import emit, host_source
+    def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
+        from kgen.codegen.cuda import host_source
         from kgen.runtime.host_executor import compile_host
 
-        program = emit(schedule_kernel(layout.kernel, layout.variant, "cuda"))
         folder = cache.folder("host") or temporary_folder("host")
 
         def build(p: Program) -> Built:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kgen.codegen.interpret import interpret
+from kgen.codegen.knobs import Knobs
 from kgen.dsl import ir
 from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue
 from kgen.runtime.cache import Cache
@@ -23,7 +24,9 @@ class Reference(Executor):
     def why_unavailable(self, device: torch.device) -> str | None:
         return None
 
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
+    def build(
+        self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache, knobs: Knobs | None = None
+    ) -> Built:
         return _Interpreted(kernel)
 
 

@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
-from kgen.dsl import ir
-from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slots, programs
+from kgen.runtime.backends.base import Built, Generated, Launch, ScalarValue, Slots, programs
 from kgen.runtime.cache import Cache, temporary_folder
 from kgen.runtime.errors import BackendError
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
 
-class Triton(Executor):
+class Triton(Generated):
     """One compiled kernel for each variant, launched on torch's current stream by Triton's own launcher."""
 
     name = "triton"
@@ -32,13 +30,10 @@ class Triton(Executor):
             return "Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it"
         return missing
 
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.codegen.triton import emit
+    def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
         from kgen.runtime.triton_compile import compile_triton
 
         properties = torch.cuda.get_device_properties(device)
-        scheduled = schedule_kernel(layout.kernel, layout.variant, "triton", num_sms=properties.multi_processor_count)
-        program = emit(scheduled)
         index = device.index if device.index is not None else torch.cuda.current_device()
         folder = cache.folder("triton") or temporary_folder("triton")
         # Triton keeps a disk cache of its own: whether its compiler ran or not is not told.
@@ -49,6 +44,9 @@ class Triton(Executor):
             return _TritonBuilt(p, compile_triton(p, variant, capability, folder).handle, index)
 
         return build_stages(program, build, device)
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @memoised

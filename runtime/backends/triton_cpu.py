@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
-from kgen.dsl import ir
-from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue, Slots, programs
+from kgen.runtime.backends.base import Built, Generated, Launch, ScalarValue, Slots, programs
 from kgen.runtime.backends.triton import missing_triton
 from kgen.runtime.cache import Cache
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
 
-class TritonInterpreter(Executor):
+class TritonInterpreter(Generated):
     """Runs the source that a GPU would compile."""
 
     name = "triton-interpreter"
@@ -26,10 +24,8 @@ class TritonInterpreter(Executor):
     def why_unavailable(self, device: torch.device) -> str | None:
         return missing_triton()
 
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.codegen.triton import emit
-
-        return build_stages(emit(schedule_kernel(layout.kernel, layout.variant, "triton")), _Interpreted, device)
+    def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
+        return build_stages(program, _Interpreted, device)
 
 
 class _Interpreted(Built):

@@ -1,0 +1,263 @@
+"""Which schedules of a kernel are worth measuring? Powers of two around the default one, the likely best first.
+
+Pure: nothing is compiled and nothing is timed. `candidates` gives schedules that the kernel allows; a model of what a
+program costs (`Estimate`) puts them in order and leaves out those that no device could run well, so that a search with
+little time has tried what matters. The default schedule is always the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import log2, prod
+from typing import Any
+
+from kgen.codegen import ladders
+from kgen.codegen.choose import tile_registers
+from kgen.codegen.knobs import MOST_BLOCKS, Knobs
+from kgen.codegen.layout import accesses, ceil_power, held, layout, vector_axis, vector_limit
+from kgen.codegen.pipeline import MULTIPROCESSORS, schedule_kernel
+from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+
+MOST = 32  # candidates of one kernel, the default among them
+
+_REGISTERS = 255  # a thread
+_THREADS = 2048  # a multiprocessor
+_BLOCKS = 32  # programs that a multiprocessor holds
+# Bytes that must be in flight for a multiprocessor to have its share of the bandwidth (`ladders.FLAT_SLOTS`).
+_IN_FLIGHT = 32 << 10
+# A pass over a row that was read before finds most of it in the L2 cache.
+_AGAIN = 0.4
+# What a step away from the default costs, as a share: the ladders are measured, the model is not.
+_STEP = 0.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule to measure: its knobs (None: the default), the kernel with it applied, and what the model says of it:
+    a time relative to that of memory traffic alone."""
+
+    knobs: Knobs | None
+    scheduled: Scheduled
+    cost: float
+
+
+def candidates(
+    kernel: ir.Kernel, variant: Variant, backend: str, *, num_sms: int = MULTIPROCESSORS, most: int = MOST
+) -> tuple[Candidate, ...]:
+    """At most `most` schedules of `kernel` for `variant`: the default, then others by what they are estimated to cost.
+
+    No two of them are the same program. Raises ScheduleError where the kernel has no schedule at all.
+    """
+    default = schedule_kernel(kernel, variant, backend, num_sms=num_sms)
+    first = Candidate(None, default, 0.0)
+    seen = {_sameness(default)}
+    found: list[Candidate] = []
+    for knobs in _space(default, backend):
+        try:
+            made = schedule_kernel(kernel, variant, backend, num_sms=num_sms, knobs=knobs)
+        except ScheduleError:
+            continue
+        same = _sameness(made)
+        if same in seen:
+            continue
+        seen.add(same)
+        cost = estimate(made, backend)
+        if cost is not None:
+            found.append(Candidate(knobs, made, cost + _STEP * _distance(default.schedule, made.schedule)))
+    # Sorting is stable: equals stay in order of the space, whose first are those near the default.
+    return (first, *sorted(found, key=lambda c: c.cost)[: most - 1])
+
+
+def _sameness(s: Scheduled) -> tuple[Any, ...]:
+    """What tells the programs of two schedules of one kernel apart."""
+    own = s.schedule
+    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs)
+    vector = max((a.vector for a in _axes(s)), default=1)
+    return (*shape, vector, *(_sameness(t) for t in s.then))
+
+
+def _axes(s: Scheduled) -> Iterable[Any]:
+    lay = layout(s.kernel, s.variant, s.schedule)
+    return (*lay.axes, lay.row)
+
+
+def _distance(a: Schedule, b: Schedule) -> float:
+    """Doublings between two schedules."""
+    steps = abs(log2(a.threads / b.threads)) + abs(log2(a.rows / b.rows)) + abs(log2(a.vector / b.vector))
+    steps += abs(log2(a.programs / b.programs)) if a.programs and b.programs else 0.0
+    before, after = dict(a.chunks), dict(b.chunks)
+    for axis in before.keys() | after.keys():
+        if axis in before and axis in after:
+            steps += abs(log2(before[axis] / after[axis]))
+        else:
+            steps += 1.0
+    return steps
+
+
+# ---- the space -----------------------------------------------------------------------------------------------------
+
+
+def _space(default: Scheduled, backend: str) -> Iterator[Knobs]:
+    """The knobs to try, not all of which the kernel allows."""
+    if not default.kernel.tiles:
+        yield from _flat(default, backend)
+    elif backend == "cuda":
+        yield from _cuda_tiles(default)
+    else:
+        yield from _triton_tiles(default)
+
+
+def _around(n: int, least: int, most: int, steps: int = 2) -> list[int]:
+    """Powers of two from `n` on, outwards."""
+    out = [n]
+    for i in range(1, steps + 1):
+        out += [n >> i, n << i]
+    return [v for v in out if least <= v <= most and v]
+
+
+def _flat(default: Scheduled, backend: str) -> Iterator[Knobs]:
+    s = default.schedule
+    if backend == "cuda":
+        slots = max(1, s.rows // (s.threads * s.vector))
+        for threads, some in product(_around(s.threads, 64, 1024), _around(slots, 1, 8, 3)):
+            yield from _blocks(default, Knobs(threads=threads, rows=threads * s.vector * some))
+        if s.vector > 1:
+            for some in _around(slots, 1, 8):
+                yield Knobs(threads=s.threads, rows=s.threads * s.vector // 2 * some, vector=s.vector // 2)
+    else:
+        for threads, points in product(_around(s.threads, 32, 512), _around(s.rows, 128, 16384, 3)):
+            yield from _blocks(default, Knobs(threads=threads, rows=points))
+
+
+def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
+    s = default.schedule
+    kernel, variant = default.kernel, default.variant
+    own = s.threads // s.rows  # threads a row
+    axis = vector_axis(kernel, variant)
+    widest = vector_limit(kernel, variant, axis) if axis is not None else 1
+    for a_row, rows in product(_around(own, 1, 1024, 4), (1, 2, 4, 8, 16)):
+        if 32 <= a_row * rows <= 1024:
+            yield from _blocks(default, Knobs(threads=a_row * rows, rows=rows, chunks=_whole(kernel)))
+    for threads in _around(max(own, 256), 64, 1024, 3):
+        for chunks in _chunkings(default, [threads * widest * slots for slots in (1, 2, 4, 8)]):
+            yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
+    if s.vector > 1:
+        for threads in _around(s.threads, 32, 1024, 1):
+            yield Knobs(threads=threads, rows=s.rows, vector=s.vector // 2)
+
+
+def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
+    s = default.schedule
+    for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
+        yield from _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default.kernel)))
+    for threads in (128, 256, 512, 1024):
+        for chunks in _chunkings(default, [1 << i for i in range(10, 16)]):
+            yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
+
+
+def _whole(kernel: ir.Kernel) -> tuple[tuple[str, int], ...]:
+    """Chunks that leave every index whole."""
+    return tuple((a.name, a.extent.constant) for a in kernel.tiles)
+
+
+def _chunkings(default: Scheduled, elements: list[int]) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Chunks along the longest index of about so many elements, and, of a kernel with several in chunks, those that it
+    has with one of them changed."""
+    kernel = default.kernel
+    extents = {a.name: a.extent.constant for a in kernel.tiles}
+    before = dict(default.schedule.chunks)
+    longest = max(extents, key=lambda a: extents[a])
+    for axis in dict.fromkeys((longest, *before)):
+        beside = prod(n for a, n in held(kernel, default.schedule).items() if a != axis) if len(extents) > 1 else 1
+        for n in elements:
+            for chunk in dict.fromkeys((n, max(16, n // ceil_power(max(1, beside))))):
+                if chunk < extents[axis]:
+                    yield tuple((extents | before | {axis: chunk}).items())
+
+
+def _blocks(default: Scheduled, knobs: Knobs) -> Iterator[Knobs]:
+    """`knobs`, and for a sum over programs several numbers of them a multiprocessor."""
+    yield knobs
+    if default.sums is not None:
+        for blocks in (1, 2, 4, 8, 16):
+            if blocks <= MOST_BLOCKS:
+                yield Knobs(knobs.threads, knobs.rows, knobs.vector, knobs.chunks, blocks)
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def estimate(s: Scheduled, backend: str) -> float | None:
+    """About how long `s` takes, in units of its memory traffic at full bandwidth if every byte moved once; None for
+    what is not worth compiling."""
+    threads = s.schedule.threads
+    registers = _registers(s, backend)
+    if registers > _REGISTERS * 1.25 or threads * min(registers, _REGISTERS) > ladders.REGISTER_FILE * 1.25:
+        return None
+    programs = min(_THREADS // threads, _BLOCKS, max(1, int(ladders.REGISTER_FILE // (threads * registers))))
+    if s.schedule.programs and s.sums is not None:
+        programs = min(programs, max(1, s.sums.blocks))
+    once, moved, in_flight = _traffic(s)
+    used = min(1.0, programs * in_flight / _IN_FLIGHT) if in_flight else 1.0
+    return moved / max(once, 1) / max(used, 0.05)
+
+
+def _registers(s: Scheduled, backend: str) -> float:
+    if backend == "cuda":
+        if not s.kernel.tiles:
+            row = layout(s.kernel, s.variant, s.schedule).row
+            return ladders.OTHER_REGISTERS + 2 * row.vector * row.slots
+        return ladders.OTHER_REGISTERS + tile_registers(
+            s.kernel, s.variant, s.steps, layout(s.kernel, s.variant, s.schedule)
+        )
+    extents = {a: ceil_power(n) for a, n in held(s.kernel, s.schedule).items()}
+    tiles = {a.name for a in s.kernel.tiles}
+    words = 0.0
+    for statement in s.kernel.body:
+        if isinstance(statement, ir.Let) and isinstance(statement.value, ir.Load):
+            size = s.kernel.tensor(statement.value.tensor).dtype.itemsize / 4
+            axes = statement.value.axes
+            rows = s.schedule.rows if axes - tiles or not tiles else 1
+            words += size * rows * prod(n for a, n in extents.items() if a in axes)
+        elif isinstance(statement, ir.Accumulate):
+            words += prod(n for a, n in extents.items())
+    return ladders.OTHER_REGISTERS + words / s.schedule.threads
+
+
+def _traffic(s: Scheduled) -> tuple[float, float, float]:
+    """(bytes of a program if each is moved once, bytes that it moves, bytes that it has in flight)."""
+    kernel = s.kernel
+    parallel = {a.name for a in kernel.parallel}
+    whole = {a.name: a.extent.constant for a in kernel.tiles}
+    part = held(kernel, s.schedule)
+    rows = s.schedule.rows
+
+    def size(tensor: str, axes: frozenset[str], extents: dict[str, int]) -> float:
+        own = rows if axes & parallel else 1
+        return own * kernel.tensor(tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in axes)
+
+    once = sum({(a.tensor.name, a.at): size(a.tensor.name, a.axes, whole) for a in accesses(kernel)}.values())
+    moved = in_flight = 0.0
+    seen: set[str] = set()
+    for step in s.steps:
+        flying = 0.0
+        extents = {**whole, step.axis: part[step.axis]} if isinstance(step, Loop) else whole
+        for statement in step.body:
+            if isinstance(statement, ir.Let):
+                if not isinstance(statement.value, ir.Load):
+                    continue
+                tensor, axes = statement.value.tensor, statement.value.axes
+                again = statement.name in seen
+                seen.add(statement.name)
+                moved += size(tensor, axes, whole) * (_AGAIN if again else 1.0)
+                if axes & parallel:
+                    flying += size(tensor, axes, extents)
+            else:
+                names = frozenset[str]().union(*(p.symbols for p in statement.at))
+                moved += size(statement.tensor, names & frozenset(a.name for a in kernel.axes), whole)
+        in_flight = max(in_flight, flying)
+    return once, moved, in_flight
