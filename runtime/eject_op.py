@@ -69,7 +69,8 @@ class _File(Steps):
             functions=functions,
             helpers=self.helpers,
             capped=self.op.capped,
-            granule=sizing.GRANULE,
+            granules=sizing.GRANULES,
+            curved=self.curved,
         )
 
     def _signature(self) -> str:

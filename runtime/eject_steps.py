@@ -98,6 +98,7 @@ class Steps:
         self.keywords = {n: n if n in free else self.names.fresh(n) for n in KEYWORDS}
         self.device, self.count = self.names.fresh("device"), self.names.fresh("n")
         self.scalars = scalars
+        self.curved = _curved(op.plan)
         self.helpers: set[str] = set()
         self.origins = _origins(op)
         self.kept = ""  # the last copy of what was saved
@@ -121,14 +122,18 @@ class Steps:
                 out.append(f"if {group} is not None and {chunk} is None:")
                 out.append(f'    raise ValueError("{chunk} must be given, so that all ranks make the same chunks")')
             self.helpers.add("_chunk_rows")
-            grown = (b for b in self.plan.buffers.values() if any(loop.chunk in d.symbols for d in b.shape))
-            each = sum((_bytes(b, loop.chunk) for b in grown), Poly.const(0))
+            each = _bytes(self.plan, loop)
+            if self.curved:
+                whole = each.substitute({loop.chunk: Poly.sym(self.count)})
+                taken = f"lambda {self.count}: {self.poly(whole)}"
+            else:
+                taken = self.poly(each.substitute({loop.chunk: Poly.const(1)}))
             extent = self.sizes.text(Poly.sym(loop.dim))
             budget = f"{self.keywords['workspace_mb']}, {self.keywords['chunk']}"
             sums = (s for s in loop.body if isinstance(s, plan.Matmul | plan.Add) and s.accumulate)
             adds = any(s.out.buffer in self.plan.sums for s in sums)
             most = f", most={sizing.ROUNDINGS}" if adds and self.op.capped else ""
-            out.append(f"{self.rows[loop.chunk]} = _chunk_rows({extent}, {self.poly(each)}, {budget}{most})")
+            out.append(f"{self.rows[loop.chunk]} = _chunk_rows({extent}, {taken}, {budget}{most})")
         return out
 
     def poly(self, p: Poly) -> str:
@@ -213,8 +218,8 @@ class Steps:
         for axis, chunk in v.chunks:
             slices[axis] = f"{self.names[chunk]} : {self.names[chunk]} + {self.count}"
         for axis, p in enumerate(shape):
-            if p.as_symbol in self.op.chunks:
-                slices[axis] = f":{self.count}"
+            for chunk in p.symbols & self.op.chunks.keys():
+                slices[axis] = f":{self.poly(p.substitute({chunk: Poly.sym(self.count)}))}"
         while slices and slices[-1] == ":":
             slices.pop()
         text = self.names[v.buffer] + (f"[{', '.join(slices)}]" if slices else "")
@@ -269,12 +274,21 @@ def listed(begin: str, items: Sequence[str], end: str) -> list[str]:
     return [begin, *(f"    {item}," for item in items), end]
 
 
-def _bytes(b: plan.Buffer, chunk: str) -> Poly:
-    """What one row of a chunk takes of a buffer."""
-    total = Poly.const(b.dtype.itemsize)
-    for p in b.shape:
-        total = total * p.substitute({chunk: 1})
+def _bytes(p: plan.Plan, loop: plan.Loop) -> Poly:
+    """What a chunk takes of the buffers that grow with it."""
+    total = Poly.const(0)
+    for b in sizing.grown(p, loop):
+        own = Poly.const(b.dtype.itemsize)
+        for d in b.shape:
+            own = own * d
+        total = total + own
     return total
+
+
+def _curved(p: plan.Plan) -> bool:
+    """Whether the memory of some chunk does not grow in proportion to its rows."""
+    several = ((_bytes(p, loop), loop.chunk) for loop in sizing.loops(p))
+    return any(b.coefficient(c) is None or b.substitute({c: Poly.const(0)}) != Poly.const(0) for b, c in several)
 
 
 def flat_steps(steps: Sequence[plan.Step]) -> Iterator[plan.Step]:

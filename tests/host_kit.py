@@ -80,6 +80,57 @@ op attend(x: T[*B, H], w: W[V, H], bias: U[V]?) -> (p: T[*B, V]):
             d_bias = U(columns(d_z))
 '''
 
+# Kernels on values with more dimensions than theirs, and memory that a chunk takes twice, and squared.
+GROWN = """
+kernel scaled(x: T[*M, N], s: f32[*M]) -> (y: T[*M, N]):
+    parallel m in M, n in N
+    y[m, n] = s[m] * x[m, n]
+
+kernel means(x: T[*M, N]) -> (y: T[*M]):
+    parallel m in M
+    tile n in N
+    y[m] = mean(x[m, n], n)
+
+kernel twice(a: T[M, N]) -> (b: T[2 * M, N]):
+    parallel m in M, n in N
+    b[m, n] = a[m, n]
+    b[m + M, n] = 2.0 * a[m, n]
+
+op heads(x: T[B, S, H], s: f32[B, S]) -> (y: T[B, S, H], m: T[B, S]):
+    forward:
+        y = scaled(x, s)
+        m = means(y)
+
+op in_chunks(x: T[B, S, H], s: f32[B, S]) -> (y: T[B, S, H], m: T[B, S]):
+    forward:
+        for c in chunks(B):
+            z = scaled(x[c], s[c])
+            y[c] = T(z)
+            m[c] = means(z)
+
+op of_columns(x: T[B, S, H], s: f32[B, S]) -> (y: T[B, S, H], m: T[B, S]):
+    forward:
+        for c in chunks(S):
+            z = scaled(x[c], s[c])
+            y[c] = T(z)
+            m[c] = means(z)
+
+op doubled(x: T[B, H], w: T[V, H]) -> (y: T[B, V], s: T[H, V]):
+    forward:
+        for c in chunks(B):
+            z = twice(x[c])
+            a: T[2 * c, V]
+            a = z @ w.T
+            s += z.T @ a
+            y[c] = x[c] @ w.T
+
+op squared(x: T[B, H]) -> (y: T[B, H]):
+    forward:
+        for c in chunks(B):
+            g = x[c] @ x[c].T
+            y[c] = g @ x[c]
+"""
+
 
 def checked(text: str) -> ast.Module:
     """The module of `text`, which has no mistake."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ejected_kit import load
-from host_kit import ATTEND, MLP
+from host_kit import ATTEND, GROWN, MLP
 from test_build import clean, run
 
 import kgen
@@ -218,6 +219,22 @@ CASES = [
         {"helpers": 3.0},
         chunk=5,
     ),
+    Case(
+        "values of three dimensions",
+        GROWN,
+        "in_chunks",
+        ("--dim", "S=5,H=16", "--dtype", "f32"),
+        {"x": randn(7, 5, 16), "s": randn(7, 5)},
+        chunk=3,
+    ),
+    Case(
+        "twice the rows of a chunk",
+        GROWN,
+        "doubled",
+        ("--dim", "H=16,V=8", "--dtype", "bf16"),
+        {"x": randn(50, 16, dtype=BF16), "w": randn(8, 16, dtype=BF16)},
+        chunk=20,
+    ),
     Case("gram", SUMS, "gram", ("--dim", "H=16", "--dtype", "bf16"), {"x": randn(50, 16, dtype=BF16)}, chunk=20),
 ]
 
@@ -328,6 +345,19 @@ def test_chunks_are_those_of_the_op(tmp_path: Path, accumulate: str) -> None:
             assert found(rows, mb, None) == want, (rows, mb)
         fixed = sizing.sizes(made.plan, {**made.dims, "B": rows}, 2**20, "param", 300)
         assert found(rows, 1.0, 300) == fixed.chunks[loop]
+
+
+def test_chunks_whose_memory_grows_with_their_square(tmp_path: Path) -> None:
+    (tmp_path / "op.kdsl").write_text(GROWN)
+    module = read(tmp_path / "op.kdsl").module
+    op = next(o for o in module.ops if o.name == "squared")
+    made = op_target(module, op, Choices({"H": 4}, "f32"), None, "auto")
+    (tmp_path / "op.py").write_text(op_source(made, kernel_files(made)))
+    found = chunk_rows(tmp_path / "op.py")
+    (loop,) = made.chunks
+    for rows, mb in itertools.product((0, 1, 100, 1000), (0.0001, 0.01, 0.5, 8.0)):
+        sizes = sizing.sizes(made.plan, {**made.dims, "B": rows}, mb * 2**20, "auto")
+        assert found(rows, mb, None) == sizes.chunks[loop], (rows, mb)
 
 
 def chunk_rows(path: Path) -> Any:

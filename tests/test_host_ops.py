@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from host_kit import ATTEND, MLP
+from host_kit import ATTEND, GROWN, MLP
 from linear_loss_kit import HALF_UNIT, randn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgen
 from kgen.runtime import events
@@ -247,3 +248,46 @@ def test_what_a_loop_names_anew_means_what_it_did_behind_it(backend: str, chunk:
     assert torch.equal(y, x.sum(0))
     assert torch.equal(z, x)
     assert torch.equal(t, x.sum(0))
+
+
+@pytest.mark.parametrize("op", ["heads", "in_chunks", "of_columns"])
+def test_starred_dimensions_of_kernels_keep_what_is_behind_them(op: str, backend: str) -> None:
+    x, s = randn(5, 3, 8), randn(5, 3, seed=1)
+    for chunk in (None, 2, 3):
+        y, m = kgen.loads(GROWN)[op](x, s, backend=backend, **({} if op == "heads" else {"chunk": chunk}))
+        expected = s.double()[..., None] * x.double()
+        close(y, expected, 1)
+        close(m, expected.mean(-1), 8)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("chunk", [1, 3, 7, 10])
+def test_memory_that_is_a_multiple_of_a_chunk(chunk: int, backend: str) -> None:
+    x, w = randn(10, 6), randn(5, 6, seed=1)
+    y, s = kgen.loads(GROWN).doubled(x, w, chunk=chunk, backend=backend)
+    close(y, x.double() @ w.double().T, 6)
+    close(s, 5.0 * x.double().T @ x.double() @ w.double().T, 32)
+
+
+def test_memory_that_grows_with_the_square_of_a_chunk_keeps_to_the_budget() -> None:
+    x = randn(200, 4)
+    for rows in (1, 7, 50, 99, 200):
+        seen = Allocated()
+        with seen:
+            kgen.loads(GROWN).squared(x, workspace_mb=(rows * rows + 0.5) * 4 / 2**20, backend="cuda")
+        largest = max(s[0] for s in seen.shapes if len(s) == 2 and s[0] == s[1])
+        assert -(-200 // largest) == -(-200 // rows) and largest <= rows
+
+
+class Allocated(TorchDispatchMode):
+    """The shapes of the memory that is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.empty:
+            self.shapes.append(tuple(result.shape))
+        return result

@@ -86,10 +86,22 @@ HEAD = "op f(x: T[B, H], w: T[V, H], s: T[H], k: i64[B], n: const i64, e: f32 = 
         ("y += x @ w.T\n        y = x @ w.T", "K0607"),
         ("require B > 1\n        y = x @ w.T", "K0609"),
         ("y = w(x)", "K0602"),
+        ("for c in chunks(B):\n            g: f32[B - c, V]\n            y[c] = x[c] @ w.T", "K0604"),
+        ("for c in chunks(B):\n            g: f32[c % 3, V]\n            y[c] = x[c] @ w.T", "K0604"),
     ],
 )  # fmt: skip
 def test_mistakes(body, code):
     assert code in mistakes(COPY + EDIT + HEAD + "    forward:\n        " + body + "\n")
+
+
+def test_leading_dimensions_of_one_star_are_the_same():
+    text = (
+        "kernel scaled(x: T[*M, N], s: T[*M]) -> (y: T[*M, N]):\n    parallel m in M, n in N\n"
+        "    y[m, n] = s[m] * x[m, n]\n\n"
+        "op f(x: T[B, S, H], s: T[S, B]) -> (y: T[B, S, H]):\n    forward:\n        y = scaled(x, s)\n"
+    )
+    assert mistakes(text) == ["K0604"]
+    assert mistakes(text.replace("s: T[S, B]", "s: T[B, S]")) == []
 
 
 @pytest.mark.parametrize(
@@ -309,7 +321,7 @@ def test_chunks_follow_the_budget(mb, accumulate, chunk, held):
     found = sizing.sizes(p, DIMS, mb * MIB, accumulate)
     assert found == sizing.Sizes({"c": chunk}, held)
     (loop,) = sizing.loops(p)
-    assert sizing.row_bytes(p, loop, DIMS) == 2 * DIMS["V"]
+    assert sizing.chunk_bytes(p, loop, DIMS, 3) == 3 * 2 * DIMS["V"]
     assert chunk * 2 * DIMS["V"] <= mb * MIB
 
 
@@ -330,12 +342,27 @@ def test_auto_takes_wider_chunks_or_f32_whichever_is_less_memory():
     assert sizing.sizes(f32, DIMS, 1 * MIB, "auto").accumulate == "param"
 
 
-@pytest.mark.parametrize(("extent", "limit"), [(0, 5), (1, 1), (8192, 2093), (1000, 999), (10000, 2097), (7, 100)])
+@pytest.mark.parametrize(
+    ("extent", "limit"), [(0, 5), (1, 1), (8192, 2093), (1000, 999), (10000, 2097), (7, 100), (641, 128), (33, 32)]
+)
 def test_chunks_are_even(extent, limit):
     rows = sizing.even(extent, limit)
     assert 1 <= rows <= max(1, limit)
     assert -(-extent // rows) == -(-extent // limit)
+    assert rows >= extent or 2 * ((extent - 1) % rows + 1) >= rows  # the last is no sliver
     assert extent == 0 or rows - 128 < -(-extent // -(-extent // limit)) <= rows
+
+
+def test_chunks_are_multiples_of_what_a_product_takes():
+    for extent, limit, rows in (
+        (641, 128, 112),  # 128 would leave one row
+        (8192, 2093, 2048),
+        (33000, 2047, 1984),
+        (1000, 333, 256),
+        (6979, 999, 997),  # nothing else fits in as many chunks
+        (10, 4, 4),
+    ):
+        assert sizing.even(extent, limit) == rows, (extent, limit)
 
 
 def test_checking_leaves_nothing_out():

@@ -144,14 +144,45 @@ def test_memory(backend: str) -> None:
     assert peak(lambda: train("f32")) <= dx + 3 * dw + budget + small
 
 
-def test_rows_far_into_a_large_chunk() -> None:
-    rows, width, classes = 17000, 16, 128256  # 2.18e9 logits in one chunk: offsets beyond 32 bits
+# The first rows, those around the element 2^31 of logits, and the last ones.
+FAR, FAR_CLASSES = 17000, 128256
+PARTS = (slice(0, 8), slice(2**31 // FAR_CLASSES - 4, 2**31 // FAR_CLASSES + 4), slice(FAR - 8, FAR))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_far_into_large_logits(in_place: bool, backend: str) -> None:
+    logits = torch.randn(FAR, FAR_CLASSES, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(0, FAR_CLASSES, (FAR,), device="cuda")
+    before = [logits[part].double() for part in PARTS]
+    if in_place:
+        loss = ops.cross_entropy_(logits, target, 0.5, backend=backend)
+    else:
+        loss = ops.cross_entropy(logits, target, reduction="none", backend=backend)
+    own = 2.0**-24 * (FAR_CLASSES + 64)  # what a sum over the classes is off by, relative to it
+    for part, x in zip(PARTS, before, strict=True):
+        x.requires_grad_()
+        expected = F.cross_entropy(x, target[part], reduction="none")
+        (e,) = torch.autograd.grad(0.5 * expected.sum(), x)
+        spread = x.detach().abs().amax() + expected.amax()
+        assert ((loss[part] - expected).abs() <= 2 * own + 8 * 2.0**-24 * spread).all()
+        if in_place:
+            p = 0.5 * x.detach().softmax(-1)
+            bound = 2.0**-8 * e.abs() + (2 * own + 32 * 2.0**-24 * spread) * p + 2.0**-24 * e.abs()
+            assert ((logits[part] - e).abs() <= bound).all()
+        else:
+            assert torch.equal(logits[part].double(), x.detach())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_far_into_a_large_chunk(backend: str) -> None:
+    rows, width, classes = FAR, 16, FAR_CLASSES  # 2.18e9 logits in one chunk: offsets beyond 32 bits
     x, w = randn(rows, width).bfloat16().cuda().requires_grad_(), randn(classes, width, seed=1).bfloat16().cuda()
     target = torch.randint(0, classes, (rows,), device="cuda")
     op = load_packaged("fused_linear_cross_entropy.kdsl").fused_linear_cross_entropy_rows
-    loss = op(x, w, target, chunk=rows)
+    loss = op(x, w, target, chunk=rows, backend=backend)
     (dx,) = torch.autograd.grad(loss.sum(), x)
-    for part in (slice(0, 8), slice(-8, None)):
+    for part in PARTS:
         own = x.detach()[part].double().requires_grad_()
         expected = F.cross_entropy(own @ w.double().T, target[part], reduction="none")
         (e,) = torch.autograd.grad(expected.sum(), own)

@@ -15,8 +15,8 @@ from kgen.dsl.host.ir import ConstArg, KernelRef, ScalarArg
 
 @dataclass(frozen=True)
 class Buffer:
-    """Contiguous memory for a tensor. A shape may mention the chunk of a loop: then it is for one chunk at a time, and
-    as large as the largest."""
+    """Contiguous memory for a tensor. A shape may mention the chunk of a loop, with which it grows: then it is for one
+    chunk at a time, and as large as for the largest."""
 
     name: str
     dtype: DType

@@ -17,8 +17,9 @@ DEFAULT_MB = 512.0
 # The most products that `auto` sums in a narrow dtype. Rounded after each of n equal ones, the sum is off by about
 # sqrt(n / 2) roundings, as they average out: by two here, and no more however many chunks there are.
 ROUNDINGS = 8
-# Rows of a chunk are a multiple of what the tiles of a library's matrix product divide.
-GRANULE = 128
+# Rows of a chunk are a multiple of what the tiles of a library's matrix product divide, or of what its instructions
+# take, of the largest that leaves a last chunk of half the rows.
+GRANULES = (128, 64, 32, 16, 8)
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ def sizes(p: plan.Plan, dims: Mapping[str, int], budget: float, accumulate: str,
     chunks: dict[str, int] = {}
     wide = accumulate == "f32"
     for loop in loops(p):
-        extent, each = dims[loop.dim], row_bytes(p, loop, dims)
+        extent = dims[loop.dim]
         most = max(1, extent)
-        limit = min(most, rows if rows is not None else max(1, int(budget // each)) if each else most)
+        limit = min(most, rows) if rows is not None else _fitting(p, loop, dims, most, budget)
         chunk = limit if rows is not None else even(extent, limit)
         if accumulate == "auto" and p.sums and _adds(p, loop) and -(-extent // chunk) > ROUNDINGS:
             larger = -(-extent // ROUNDINGS)
-            if rows is None and each * (larger - chunk) <= extra:
+            more = chunk_bytes(p, loop, dims, larger) - chunk_bytes(p, loop, dims, chunk)
+            if rows is None and more <= extra:
                 chunk = larger
             else:
                 wide = True
@@ -59,8 +61,11 @@ def even(extent: int, limit: int) -> int:
         return max(1, extent)
     count = -(-extent // limit)
     rows = -(-extent // count)
-    rounded = -(-rows // GRANULE) * GRANULE
-    return rounded if rounded <= limit else rows
+    for granule in GRANULES:
+        rounded = -(-rows // granule) * granule
+        if rounded <= limit and 2 * (extent - (count - 1) * rounded) >= rounded:
+            return rounded
+    return rows
 
 
 def loops(p: plan.Plan) -> Iterator[plan.Loop]:
@@ -68,14 +73,25 @@ def loops(p: plan.Plan) -> Iterator[plan.Loop]:
     return (s for s in (*p.forward, *p.backward) if isinstance(s, plan.Loop))
 
 
-def row_bytes(p: plan.Plan, loop: plan.Loop, dims: Mapping[str, int]) -> int:
-    """Bytes that one more row of a chunk takes."""
-    one = {**dims, loop.chunk: 1}
-    return sum(
-        b.dtype.itemsize * _elements(b, one)
-        for b in p.buffers.values()
-        if any(loop.chunk in d.symbols for d in b.shape)
-    )
+def chunk_bytes(p: plan.Plan, loop: plan.Loop, dims: Mapping[str, int], rows: int) -> int:
+    """Bytes of what grows with a chunk, for one of so many rows."""
+    at = {**dims, loop.chunk: rows}
+    return sum(b.dtype.itemsize * _elements(b, at) for b in grown(p, loop))
+
+
+def grown(p: plan.Plan, loop: plan.Loop) -> Iterator[plan.Buffer]:
+    """The buffers whose shape mentions the chunk of a loop."""
+    return (b for b in p.buffers.values() if any(loop.chunk in d.symbols for d in b.shape))
+
+
+def _fitting(p: plan.Plan, loop: plan.Loop, dims: Mapping[str, int], most: int, budget: float) -> int:
+    """The most rows whose buffers fit the budget, 1 at least: shapes grow with the chunk, but not always in
+    proportion."""
+    low, high = 1, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if chunk_bytes(p, loop, dims, middle) <= budget else (low, middle)
+    return low
 
 
 def _elements(b: plan.Buffer, dims: Mapping[str, int]) -> int:

@@ -60,10 +60,13 @@ class Calls:
                 arguments.append((p.name, view))
                 tensors.append((p, view))
         variables = self.dtypes(e, signature, tensors)
+        leading = self.leading(e, tensors)
         dims = self.dims(e, tensors, dict(arguments))
         results = []
         for o, target, hint in zip(signature.outputs, targets, hints, strict=True):
             shape = tuple(p.substitute(dims) for p in o.shape)
+            if o.star:
+                shape = (*leading.get(o.shape[0], shape[:1]), *shape[1:])
             dtype = o.dtype if o.dtype in DTYPES else variables.get(o.dtype)
             if target is None:
                 if dtype is None:
@@ -207,6 +210,27 @@ class Calls:
                     "pass a tensor of that shape",
                     label=f"shape {shape_text(v.shape)}",
                 )
+        return out
+
+    def leading(self, e: host.Call, tensors: list[tuple[TensorParam, ir.View]]) -> dict[Poly, tuple[Poly, ...]]:
+        """What is behind each starred dimension of the kernel: the leading dimensions of the tensors passed for it."""
+        out: dict[Poly, tuple[Poly, ...]] = {}
+        by: dict[Poly, str] = {}
+        for p, v in tensors:
+            extra = len(v.shape) - len(p.shape)
+            if not p.star or extra < -1:
+                continue
+            own = v.shape[: extra + 1]
+            if out.setdefault(p.shape[0], own) != own:
+                raise self.scope.fail(
+                    "K0604",
+                    f"parameter '{p.name}' of '{e.func}' has other leading dimensions than '{by[p.shape[0]]}', "
+                    f"{shape_text(out[p.shape[0]])}",
+                    v.span,
+                    "pass tensors whose dimensions in the place of the starred one are the same",
+                    label=f"shape {shape_text(v.shape)}",
+                )
+            by.setdefault(p.shape[0], p.name)
         return out
 
     def flattened(self, e: host.Call, p: TensorParam, v: ir.View) -> tuple[Poly, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kgen.dsl import ast
-from kgen.dsl.affine import Poly
+from kgen.dsl.affine import FloorDiv, Poly, Sym
 from kgen.dsl.check.scope import Choices
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.diagnostics import Diagnostics
@@ -138,6 +138,15 @@ class Scope:
 
     def tensor(self, hint: str, dtype: str, shape: tuple[Poly, ...], role: str, span: Span) -> ir.View:
         """A new tensor, as a view of the whole."""
+        for p in shape:
+            for loop in self.loops:
+                if not _grows(p, loop.chunk):
+                    raise self.fail(
+                        "K0604",
+                        f"the size {p} may shrink where chunk '{loop.index}' grows",
+                        span,
+                        "memory is taken for the largest chunk: make its shape grow with the chunk",
+                    )
         name = self.unique(hint)
         self.tensors[name] = ir.Tensor(name, dtype, shape, role, span)
         if role != "value":
@@ -153,6 +162,21 @@ class Scope:
         if any(loop.index == name for loop in self.loops):
             return "a chunk"
         return None
+
+
+def _grows(p: Poly, name: str) -> bool:
+    """Whether it is plain that `p` does not shrink where the dimension `name` grows."""
+    for atoms, factor in p.terms:
+        found = [a for a in atoms if name in Poly((((a,), 1),)).symbols]
+        if not found:
+            continue
+        divided = [a for a in found if isinstance(a, FloorDiv)]
+        plain = [a for a in found if a == Sym(name)]
+        if factor < 0 or len(plain) + len(divided) < len(found):
+            return False
+        if any(not a.den.is_constant or a.den.constant < 1 or not _grows(a.num, name) for a in divided):
+            return False
+    return True
 
 
 def shape_text(shape: tuple[Poly, ...]) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from kgen.codegen.host import plan
 from kgen.codegen.torch_dtypes import FROM_TORCH, TORCH, rounded
+from kgen.dsl.affine import Poly
 from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host.ir import ConstArg, ScalarArg
@@ -100,11 +101,11 @@ class Walk:
 
     def _get(self, v: plan.View) -> Get:
         name, buffer = v.buffer, self.plan.buffers.get(v.buffer)
-        # Axes that are a chunk's own: the buffer is as large as the largest chunk.
+        # Axes that grow with a chunk: the buffer is as large as for the largest.
         own = [
-            (k, self.dims[d.as_symbol])
+            (k, d.evaluate(self.dims), self._of_chunk(d))
             for k, d in enumerate(buffer.shape if buffer is not None else ())
-            if d.as_symbol in self._chunks()
+            if d.symbols & self._chunks()
         ]
         axes = [k for k, _ in v.chunks]
         transposed = v.transposed
@@ -115,12 +116,20 @@ class Walk:
             t = env[name]
             for k in axes:
                 t = t.narrow(k, start, count)
-            for k, size in own:
-                if count != size:
-                    t = t.narrow(k, 0, count)
+            for k, size, of in own:
+                n = of(count)
+                if n != size:
+                    t = t.narrow(k, 0, n)
             return t.t() if transposed else t
 
         return get
+
+    def _of_chunk(self, d: Poly) -> Callable[[int], int]:
+        """The size `d`, of the rows of a chunk."""
+        if d.as_symbol is not None:
+            return lambda count: count
+        (chunk,) = d.symbols & self._chunks()  # loops do not nest
+        return lambda count: d.evaluate({**self.dims, chunk: count})
 
     def _chunks(self) -> set[str]:
         return {loop.chunk for loop in _loops(self.plan)}
@@ -257,8 +266,10 @@ def _library(
         else:
             torch.mm(left, right, out=out)
         return
-    if plus is None and out.dtype == torch.float32 and left.dtype != torch.float64 and out.is_cuda:
-        if accumulate:
+    if out.dtype == torch.float32 and left.dtype != torch.float64 and out.is_cuda:
+        if plus is not None:
+            out.copy_(plus.expand_as(out))
+        if accumulate or plus is not None:
             torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, out=out)
         else:
             torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
