@@ -9,7 +9,7 @@ import torch
 from kgen.ops.functional import _kernel
 from kgen.ops.losses import LABELS, check_reduction, options_of
 from kgen.runtime.errors import ArgumentError
-from kgen.runtime.host.op import Options
+from kgen.runtime.host.options import Options
 
 _NAME = "linear_cross_entropy"
 

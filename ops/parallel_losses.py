@@ -12,7 +12,7 @@ from kgen.ops.linear_losses import check_shapes, form_of, multiplied_in
 from kgen.ops.losses import LABELS, check_reduction, options_of
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host import ranks
-from kgen.runtime.host.op import Options
+from kgen.runtime.host.options import Options
 
 _NAME = "vocab_parallel_linear_cross_entropy"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

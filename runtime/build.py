@@ -43,7 +43,7 @@ class BuildError(KgenError):
 class Job:
     """A kernel or an op to build into the folder `place`, which an op has for itself. `source_hash` is that of its file
     and what that imports. Of an op: the `gradients` of which parameters are wanted (None: of all that have one), and
-    how sums over chunks are held, one of `op_target.ACCUMULATE`. Its kernels are built for Triton at least.
+    how sums over chunks are held (`kgen.runtime.host.options.ACCUMULATE`). Its kernels are built for Triton at least.
     """
 
     module: ast.Module

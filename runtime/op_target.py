@@ -29,7 +29,6 @@ from kgen.runtime.errors import ArgumentError
 from kgen.runtime.layouts import Layout, Memory, layout
 
 _IMPORTED = ("torch", "triton")  # by the files of an ejected op
-ACCUMULATE = ("auto", "param", "f32")
 # Rows of a call and of a chunk that stand for any number: prime, so that nothing is proved of them.
 _ROWS, _CHUNK = 1021, 509
 
@@ -223,7 +222,7 @@ def op_target(
     module: ast.Module, op: host.Op, choices: Choices, gradients: Iterable[str] | None, accumulate: str
 ) -> OpTarget:
     """The op `op` of the checked `module` under `choices`, with the gradients of the parameters `gradients`; None: of
-    all that have one. `accumulate` is one of ACCUMULATE.
+    all that have one. `accumulate` is one of `kgen.runtime.host.options.ACCUMULATE`.
 
     Raises ArgumentError for a choice that does not fit the signature, and for a dimension without a size.
     """

@@ -206,7 +206,7 @@ def test_what_is_refused() -> None:
         (lambda: MODULE.mlp(x, up), "missing argument 'down'"),
         (lambda: MODULE.mlp(x, up, up), r"argument 'down' must have shape \[H, F\]"),
         (lambda: MODULE.mlp(x, up, down.bfloat16()), "argument 'down' has dtype bf16"),
-        (lambda: MODULE.mlp(x, up, down, chunk=0), "chunk must be a positive number of rows"),
+        (lambda: MODULE.mlp(x, up, down, chunk=0), "chunk must be a positive whole number of rows"),
         (lambda: MODULE.mlp(x, up, down, accumulate="f64"), "accumulate must be one of auto, param, f32"),
         (lambda: MODULE.mlp(x, up, [1.0]), "argument 'down' must be a torch.Tensor"),
         (lambda: forward_only(randn(2, 3).requires_grad_(), randn(4, 3)), "has no backward section; detach it"),

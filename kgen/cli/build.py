@@ -71,7 +71,7 @@ def build(
         kgen build fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --without bias --gradients x
     """
     from kgen.runtime.build import BACKENDS, Job
-    from kgen.runtime.op_target import ACCUMULATE
+    from kgen.runtime.host.options import ACCUMULATE
 
     archs = architectures(arch)
     if backend not in (*BACKENDS, "both"):

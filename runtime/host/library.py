@@ -24,7 +24,8 @@ from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.runtime.binding import examine
 from kgen.runtime.errors import ArgumentError
-from kgen.runtime.host.op import HostOp, Options, by_serial, result_dtypes
+from kgen.runtime.host.op import HostOp, by_serial, result_dtypes
+from kgen.runtime.host.options import Options
 from kgen.runtime.library import _choice, _settled, number
 
 _lock = RLock()
