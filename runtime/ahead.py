@@ -33,6 +33,7 @@ Value = int | float | bool
 BACKENDS = ("cuda", "triton")
 _FUNCTION = re.compile(r"Function properties for (\w+)\n")  # in the compiler's log
 _ANY = 1024  # the size of a dimension that changes nothing
+NUM_SMS = 132  # multiprocessors of the device that is compiled for where none is named: an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ class Target:
         """The kernel's name."""
         return self.kernel.name
 
-    def scheduled(self, backend: str) -> Scheduled:
-        """The kernel in normal form with the default schedule of `backend`."""
-        return schedule_kernel(self.layout.kernel, self.layout.variant, backend)
+    def scheduled(self, backend: str, num_sms: int = NUM_SMS) -> Scheduled:
+        """The kernel in normal form with the schedule of `backend` for a device of `num_sms` multiprocessors."""
+        return schedule_kernel(self.layout.kernel, self.layout.variant, backend, num_sms=num_sms)
 
-    def program(self, backend: str) -> Program:
+    def program(self, backend: str, num_sms: int = NUM_SMS) -> Program:
         """The generated program of `backend`, `cuda` or `triton`. Of several launches each has a source of its own."""
         if backend == "cuda":
             from kgen.codegen.cuda.emit import emit
         else:
             from kgen.codegen.triton.emit import emit
-        return emit(self.scheduled(backend))
+        return emit(self.scheduled(backend, num_sms))
 
     def launches(self, backend: str) -> tuple[Program, ...]:
         """The launches of `program`, in order. On `cuda` the source of each is the file that holds them all."""

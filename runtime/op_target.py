@@ -125,7 +125,7 @@ class OpTarget:
         known = dict(c.target.layout.variant.dims)
         out: set[str] = set()
         for t in c.target.kernel.tensors:
-            shape = self._shape(c.views[t.name])
+            shape = self.shape(c.views[t.name])
             lead = len(shape) - len(t.shape) + 1 if t.star else 1  # dimensions behind the first of the kernel's
             for i, p in enumerate(t.shape):
                 if p.symbols & known.keys():
@@ -140,14 +140,18 @@ class OpTarget:
             )
         return frozenset(out)
 
-    def _called(self, s: plan.Launch, fixed: frozenset[str]) -> Called:
+    def elaborated(self, s: plan.Launch) -> tuple[ir.KernelRef, Signature, tiles.Kernel, Mapping[str, plan.View]]:
+        """The kernel that a launch calls, specialised to its arguments, and its tensors by name."""
         ref = self.plan.kernels[s.kernel]
         declared = next(k for k in ref.module.kernels if k.name == ref.name)
         signature = signature_of(declared, Diagnostics())
         given = dict(s.arguments)
         views = {n: a for n, a in given.items() if isinstance(a, plan.View)}
         views |= {p.name: v for p, v in zip(signature.outputs, s.results, strict=True)}
-        kernel = elaborate(ref.module, ref.name, self._specialized(signature, given, views))
+        return ref, signature, elaborate(ref.module, ref.name, self._specialized(signature, given, views)), views
+
+    def _called(self, s: plan.Launch, fixed: frozenset[str]) -> Called:
+        ref, signature, kernel, views = self.elaborated(s)
         exact, any_rows = self._layout(kernel, views, self.rows), self._layout(kernel, views, fixed)
         wide = exact.variant.wide or any_rows.variant.wide
         where = replace(any_rows, variant=replace(any_rows.variant, wide=wide))
@@ -202,7 +206,8 @@ class OpTarget:
             return Memory(tuple(reversed(own)), tuple(reversed(strides)), dtype.itemsize, residue % 16)
         return Memory(tuple(own), strides, dtype.itemsize, residue % 16)
 
-    def _shape(self, v: plan.View) -> tuple[Poly, ...]:
+    def shape(self, v: plan.View) -> tuple[Poly, ...]:
+        """The shape of a view, in dimensions and the symbols of chunks."""
         _, shape = self.buffer(v.buffer)
         chunked = dict(v.chunks)
         own = tuple(Poly.sym(chunked[i]) if i in chunked else p for i, p in enumerate(shape))

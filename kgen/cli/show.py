@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,15 +24,36 @@ from kgen.cli.options import (
 from kgen.dsl.diagnostics import DslError
 
 if TYPE_CHECKING:
+    from kgen.codegen.machines import Machine
     from kgen.dsl import ast
     from kgen.dsl.host.ast import Op
     from kgen.runtime.ahead import Choices, Target
+    from kgen.runtime.derived import GradientTargets
 
-STAGES = ("source", "ast", "ir", "training", "backward", "schedule", "cuda", "triton", "ptx", "sass", "plan")
-_OF_OPS = ("source", "ast", "plan")
-_LEXERS = {"cuda": "cuda", "ptx": "ptx", "sass": "text"}  # the others read as Python
+STAGES = ("source", "ast", "ir", "training", "backward", "schedule", "cuda", "triton", "ptx", "sass", "cost", "plan")
+_OF_OPS = ("source", "ast", "plan", "cost")
+_GRADIENTS = ("training", "backward")
+_LEXERS = {"cuda": "cuda", "ptx": "ptx", "sass": "text", "cost": "text"}  # the others read as Python
 # Two columns of generated code are readable from this width on.
 _WIDE = 160
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is printed of a stage; `data` is what --json has in its place."""
+
+    text: str
+    data: object = None
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """For what a kernel is compiled: choices of the user, whose schedule, ptx and sass, and the machine of its cost."""
+
+    chosen: Choices
+    backend: str
+    arch: str
+    machine: Callable[[], Machine]
 
 
 def show(
@@ -40,13 +63,20 @@ def show(
     ],
     stage: Annotated[str, typer.Option("--stage", "-s", help=f"One or several of {', '.join(STAGES)}.")] = "cuda",
     backend: Annotated[str, typer.Option("--backend", help="cuda or triton: whose schedule, ptx and sass.")] = "cuda",
-    arch: Annotated[str, typer.Option("--arch", help="Architecture of ptx and sass.")] = "sm_90",
+    arch: Annotated[
+        str | None, typer.Option("--arch", help="Architecture of ptx, sass and cost; sm_90 where none is given.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="h200", help="The machine of the cost, by name; else one of --arch.")
+    ] = None,
     dim: DimOption = None,
     dtype: DtypeOption = None,
     const: ConstOption = None,
     present: WithOption = None,
     absent: WithoutOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object with the text of each stage.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object: the text of each stage, of cost its figures.")
+    ] = False,
 ) -> None:
     """Show a kernel at a stage of its compilation; several stages stand side by side where the terminal is wide enough.
 
@@ -54,37 +84,45 @@ def show(
     may be pasted into the file: there it is the hand-written one, to be edited. Comments name the inputs that have no
     gradient, and why.
 
+    Stages behind training or backward are of that kernel, as a call runs it that records all gradients.
+
+    The stage cost says what the kernel must move and compute, what its two programs ask for and occupy, and the time
+    below which no kernel stays on a GPU; of an op, that of each step and the sum.
+
     Examples:
         kgen show swiglu.kdsl:geglu --stage cuda,triton
         kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
         kgen show rms_norm.kdsl --stage backward --dtype bf16
+        kgen show rms_norm.kdsl --stage backward,cuda,triton --dtype bf16
+        kgen show rms_norm.kdsl --stage cost --gpu a100 --dim N=8192
         kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
         kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan
     """
+    from kgen.cli.cost import machine_of
+
     path, name = split_kernel(file)
     stages = _stages(stage)
     if backend not in ("cuda", "triton"):
         raise UsageError(f"--backend: '{backend}' is neither cuda nor triton")
-    (target_arch, *more) = architectures(arch)
+    if gpu is not None and "cost" not in stages:
+        raise UsageError("--gpu is for --stage cost")
+    (target_arch, *more) = architectures(arch or "sm_90")
     if more:
         raise UsageError("--arch: show takes one architecture")
     module = read(existing(path)).module
     if name is None and set(stages) <= {"source", "ast"}:
-        texts = {s: _module_text(module, s) for s in stages}
+        texts = {s: _Shown(_module_text(module, s)) for s in stages}
     else:
         chosen = choices(dim, dtype, const, present, absent)
         op = _op_of(module, name, stages)
         declared = op.header if op is not None else kernel_of(module, name)
         refuse_unknown(chosen, [declared])
-        texts = (
-            _op_texts(module, op, stages, chosen)
-            if op is not None
-            else _texts(module, declared, stages, chosen, backend, target_arch)
-        )
+        how = _Compiled(chosen, backend, target_arch, lambda: machine_of(gpu, target_arch, arch is not None))
+        texts = _op_texts(module, op, stages, how) if op is not None else _texts(module, declared, stages, how)
     if as_json:
-        print_json(texts)
+        print_json({s: shown.text if shown.data is None else shown.data for s, shown in texts.items()})
     else:
-        _print(texts)
+        _print({s: shown.text for s, shown in texts.items()})
 
 
 def _stages(text: str) -> list[str]:
@@ -109,7 +147,7 @@ def _module_text(module: ast.Module, stage: str) -> str:
 def _op_of(module: ast.Module, name: str | None, stages: list[str]) -> Op | None:
     """The op that is meant, if one is: by its name, or as the only one of the file where its plan is asked for."""
     ops = {o.name: o for o in module.ops}
-    if name is None and "plan" in stages and len(ops) == 1:
+    if name is None and len(ops) == 1 and ("plan" in stages or ("cost" in stages and not module.kernels)):
         name = next(iter(ops))
     if name not in ops:
         if "plan" in stages:
@@ -122,48 +160,77 @@ def _op_of(module: ast.Module, name: str | None, stages: list[str]) -> Op | None
     return ops[name]
 
 
-def _op_texts(module: ast.Module, op: Op, stages: list[str], chosen: Choices) -> dict[str, str]:
+def _op_texts(module: ast.Module, op: Op, stages: list[str], how: _Compiled) -> dict[str, _Shown]:
     from kgen.cli.ir_text import tree_text
     from kgen.runtime.host.ahead import text
 
     made = {
-        "source": lambda: "\n".join(op.span.source.lines[op.span.line - 1 : op.span.end_line]),
-        "ast": lambda: tree_text(op),
-        "plan": lambda: text(module, op, chosen),
+        "source": lambda: _Shown("\n".join(op.span.source.lines[op.span.line - 1 : op.span.end_line])),
+        "ast": lambda: _Shown(tree_text(op)),
+        "plan": lambda: _Shown(text(module, op, how.chosen)),
+        "cost": lambda: _op_cost(module, op, how),
     }
     return {stage: made[stage]() for stage in stages}
 
 
-def _texts(
-    module: ast.Module, declared: ast.Kernel, stages: list[str], chosen: Choices, backend: str, arch: str
-) -> dict[str, str]:
-    from kgen.cli.ir_text import kernel_text, scheduled_text, tree_text
-    from kgen.runtime.ahead import binary, target
+def _op_cost(module: ast.Module, op: Op, how: _Compiled) -> _Shown:
+    from kgen.cli.cost import op_data, op_text
+    from kgen.runtime.host.cost import op_cost
+
+    found = op_cost(module, op, how.chosen, how.machine())
+    return _Shown(op_text(found), op_data(found))
+
+
+def _texts(module: ast.Module, declared: ast.Kernel, stages: list[str], how: _Compiled) -> dict[str, _Shown]:
+    from kgen.cli.ir_text import tree_text
+    from kgen.runtime.ahead import target
 
     made: Target | None = None
-    texts: dict[str, str] = {}
-    for stage in stages:
-        if stage == "source":
-            texts[stage] = "\n".join(_lines(declared))
+    derived: GradientTargets | None = None
+    of = declared
+    texts: dict[str, _Shown] = {}
+    for i, stage in enumerate(stages):
+        if stage in ("source", "ast"):
+            own = "\n".join(_lines(of)) if stage == "source" else tree_text(of)
+            texts[stage] = _Shown(own)
             continue
-        if stage == "ast":
-            texts[stage] = tree_text(declared)
-            continue
-        made = made or target(module, declared, chosen)
-        if stage == "ir":
-            texts[stage] = kernel_text(made.kernel)
-        elif stage in ("training", "backward"):
-            texts[stage] = _gradients(made, stage)
-        elif stage == "schedule":
-            scheduled = made.scheduled(backend)
-            texts[stage] = "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then))
-        elif stage in ("cuda", "triton"):
-            # A sum over programs is several launches, each with a source of its own.
-            texts[stage] = "\n\n".join(p.source.strip("\n") for p in made.program(stage).launches)
+        made = made or target(module, declared, how.chosen)
+        if stage not in _GRADIENTS:
+            texts[stage] = _stage(made, stage, how)
+        elif derived is None and not set(stages[i:]) - set(_GRADIENTS):
+            texts[stage] = _Shown(_gradients(made, stage))
         else:
-            found = [binary(made, p, arch) for p in made.program(backend).launches]
-            texts[stage] = "\n\n".join((b.ptx if stage == "ptx" else b.sass).strip("\n") for b in found)
-    return {stage: text.strip("\n").rstrip("\0") for stage, text in texts.items()}
+            from kgen.runtime.derived import gradient_targets
+
+            derived = derived or gradient_targets(made)
+            made = derived.training if stage == "training" else derived.backward
+            (of,) = made.module.kernels
+            texts[stage] = _Shown(of.name_span.source.text)
+    return {s: replace(shown, text=shown.text.strip("\n").rstrip("\0")) for s, shown in texts.items()}
+
+
+def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
+    """A stage of a kernel whose choices are made."""
+    from kgen.cli.cost import kernel_data
+    from kgen.cli.cost import kernel_text as cost_text
+    from kgen.cli.ir_text import kernel_text, scheduled_text
+    from kgen.runtime.ahead import binary
+
+    if stage == "ir":
+        return _Shown(kernel_text(made.kernel))
+    if stage == "schedule":
+        scheduled = made.scheduled(how.backend)
+        return _Shown("\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then)))
+    if stage in ("cuda", "triton"):
+        # A sum over programs is several launches, each with a source of its own.
+        return _Shown("\n\n".join(p.source.strip("\n") for p in made.program(stage).launches))
+    if stage == "cost":
+        from kgen.runtime.cost import kernel_cost
+
+        cost = kernel_cost(made, how.machine())
+        return _Shown(cost_text(cost), kernel_data(cost))
+    found = [binary(made, p, how.arch) for p in made.program(how.backend).launches]
+    return _Shown("\n\n".join((b.ptx if stage == "ptx" else b.sass).strip("\n") for b in found))
 
 
 def _gradients(made: Target, stage: str) -> str:
