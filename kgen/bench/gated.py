@@ -18,11 +18,13 @@ _TANH = math.sqrt(2 / math.pi)
 
 @dataclass(frozen=True)
 class Gate:
-    """An activation: torch's of it, its value and derivative in float64, and the class of Liger, if it has one."""
+    """An activation: torch's, its derivative, the operations on an element of the gated product and of its gradients,
+    and the class of Liger, if it has one."""
 
     kernel: str
     plain: Callable[[torch.Tensor], torch.Tensor]
     derivative: Callable[[torch.Tensor], torch.Tensor]
+    operations: tuple[int, int]
     liger: tuple[str, str] | None
 
 
@@ -44,9 +46,9 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-SWIGLU = Gate("swiglu", F.silu, _d_silu, ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction"))
-GEGLU = Gate("geglu", F.gelu, _d_gelu, None)
-GEGLU_TANH = Gate("geglu_tanh", _gelu_tanh, _d_gelu_tanh, ("liger_kernel.ops.geglu", "LigerGELUMulFunction"))
+SWIGLU = Gate("swiglu", F.silu, _d_silu, (6, 12), ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction"))
+GEGLU = Gate("geglu", F.gelu, _d_gelu, (6, 14), None)
+GEGLU_TANH = Gate("geglu_tanh", _gelu_tanh, _d_gelu_tanh, (10, 21), ("liger_kernel.ops.geglu", "LigerGELUMulFunction"))
 
 
 def gated(gate: Gate, shape: Shape, g: torch.Generator) -> Work:
@@ -71,7 +73,7 @@ def gated(gate: Gate, shape: Shape, g: torch.Generator) -> Work:
     if gate.liger is not None:
         of = gate.liger
         peers[LIGER] = lambda: forward(lambda a, b: attribute(LIGER, *of).apply(a, b), (a, b))
-    return Work(3 * a.nbytes, check, lambda backend: Run(lambda: kernel(a, b, backend=backend, out=y)), peers, (y,))
+    return Work(a.numel(), check, lambda backend: Run(lambda: kernel(a, b, backend=backend, out=y)), peers, (y,))
 
 
 def gated_backward(gate: Gate, shape: Shape, g: torch.Generator) -> Work:
@@ -98,4 +100,4 @@ def gated_backward(gate: Gate, shape: Shape, g: torch.Generator) -> Work:
         of = gate.liger
         # It leaves both gradients in the memory of what was saved.
         peers[LIGER] = lambda: gradient(lambda a, b: attribute(LIGER, *of).apply(a, b), (a, b), (dy,), restore=True)
-    return Work(5 * a.nbytes, check, ours, peers, outputs)
+    return Work(a.numel(), check, ours, peers, outputs)

@@ -40,7 +40,7 @@ class LinearCase:
         """A row without results."""
         return {
             "op": OP, "direction": DEFAULT, "shape": str(self.shape), "moves": "three matrix products",
-            "floor": "gemms", "bars": {}, "bytes": None, "results": {},
+            "floor": "gemms", "bars": {}, "bytes": None, "flops": None, "results": {},
         }  # fmt: skip
 
     def perform(self, plan: Plan, until: float = math.inf, tell: Tell = lambda _: None) -> list[Record]:
@@ -111,6 +111,11 @@ def _perform(case: LinearCase, plan: Plan, until: float, tell: Tell) -> list[Rec
     return rows
 
 
+def _flops(s: Shape) -> int:
+    """Of the three products."""
+    return 6 * s.tokens * s.hidden * s.vocab
+
+
 def _key(setting: tuple[float | None, str], backend: str) -> str:
     workspace_mb, accumulate = setting
     return f"{backend}, {'default' if workspace_mb is None else f'{workspace_mb:.4g} MiB'}, {accumulate}"
@@ -137,7 +142,7 @@ def _row(
     case: LinearCase, own: dict[str, Record], records: dict[str, Record], others: list[str], mib: float | None
 ) -> Record:
     """The default, or what keeps within so many MiB, beside the peers that do so, too."""
-    row = case.blank() | {"gradients_mib": case.shape.gradient_bytes / MIB}
+    row = case.blank() | {"flops": _flops(case.shape), "gradients_mib": case.shape.gradient_bytes / MIB}
     there = {n: records[n] for n in others}
     if mib is not None:
         bar = next(b for b in case.bars if b.mib == mib)

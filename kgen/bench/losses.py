@@ -36,7 +36,7 @@ def softmax(shape: Shape, g: torch.Generator) -> Work:
         return attribute(QUACK, "quack.softmax", "softmax")(x)
 
     peers = torchs(plain, (x,)) | {LIGER: lambda: forward(liger, (x,)), QUACK: lambda: forward(quack, (x,))}
-    return Work(2 * x.nbytes, check, lambda b: Run(lambda: ops.softmax(x, backend=b, out=y)), peers, (y,))
+    return Work(x.numel(), check, lambda b: Run(lambda: ops.softmax(x, backend=b, out=y)), peers, (y,))
 
 
 def cross_entropy(shape: Shape, g: torch.Generator) -> Work:
@@ -98,4 +98,4 @@ def cross_entropy(shape: Shape, g: torch.Generator) -> Work:
     peers = {
         EAGER: lambda: leaf_run(plain), COMPILED: lambda: leaf_run(fresh(plain)), LIGER: liger, QUACK: quack,
     }  # fmt: skip
-    return Work(2 * x.nbytes, check, ours, peers)
+    return Work(x.numel(), check, ours, peers)

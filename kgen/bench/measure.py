@@ -98,12 +98,18 @@ def copy_of(size: int, device: torch.device) -> Run:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: an op, a direction, a shape, and what is asked of each backend, in times of the copy."""
+    """A row of the table: an op, a direction, a shape, and what is asked of each backend, in times of the copy.
+
+    `reads` and `writes` count tensors of the size of the largest, `operations` those in floating point on each of its
+    elements, a function such as exp counted once.
+    """
 
     op: str
     direction: str
     shape: Shape
-    moves: str
+    reads: int
+    writes: int
+    operations: int
     make: Make
     bars: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -115,8 +121,9 @@ class Case:
     def blank(self) -> Record:
         """The row without results."""
         return {
-            "op": self.op, "direction": self.direction, "shape": "x".join(map(str, self.shape)), "moves": self.moves,
-            "floor": "copy", "bars": dict(self.bars), "bytes": None, "results": {},
+            "op": self.op, "direction": self.direction, "shape": "x".join(map(str, self.shape)),
+            "moves": f"{_count(self.reads, 'read')}, {_count(self.writes, 'write')}", "floor": "copy",
+            "bars": dict(self.bars), "bytes": None, "flops": None, "results": {},
         }  # fmt: skip
 
     def perform(self, plan: Plan, until: float = math.inf, tell: Tell = lambda _: None) -> list[Record]:
@@ -127,7 +134,7 @@ class Case:
         """
         with within(min(60.0, until - time.monotonic())):
             work = self.make(self.shape, torch.Generator(plan.device).manual_seed(0))
-            runs = {"copy": copy_of(work.bytes, plan.device)}
+            runs = {"copy": copy_of(self.bytes_of(work), plan.device)}
         results: dict[str, Record] = {}
         for name, (make, own) in _ways(work, plan).items():
             began = time.monotonic()
@@ -148,7 +155,16 @@ class Case:
             for name, record in times.items():
                 of_floor = record["median_us"] / times["copy"]["median_us"]
                 results[name] = results.get(name, {}) | record | {"of_floor": of_floor}
-        return [self.blank() | {"bytes": work.bytes, "results": results}]
+        sizes = {"bytes": self.bytes_of(work), "flops": self.operations * work.elements}
+        return [self.blank() | sizes | {"results": results}]
+
+    def bytes_of(self, work: Work) -> int:
+        """What must move at least, in bf16; weights, labels and what is saved for a row are small beside it."""
+        return torch.bfloat16.itemsize * (self.reads + self.writes) * work.elements
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _ways(work: Work, plan: Plan) -> dict[str, tuple[Callable[[], Run], bool]]:

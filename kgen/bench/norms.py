@@ -58,7 +58,7 @@ def rms_norm(shape: Shape, g: torch.Generator) -> Work:
         LIGER: lambda: forward(_liger, (x, w)),
         QUACK: lambda: forward(_quack, (x, w)),
     }
-    return Work(2 * x.nbytes, check, lambda b: Run(lambda: ops.rms_norm(x, w, EPS, backend=b, out=y)), peers, (y,))
+    return Work(x.numel(), check, lambda b: Run(lambda: ops.rms_norm(x, w, EPS, backend=b, out=y)), peers, (y,))
 
 
 def rms_norm_backward(shape: Shape, g: torch.Generator) -> Work:
@@ -89,7 +89,7 @@ def rms_norm_backward(shape: Shape, g: torch.Generator) -> Work:
         LIGER: lambda: gradient(_liger, (x, w), (dy,)),
         QUACK: lambda: gradient(_quack, (x, w), (dy,)),
     }
-    return Work(3 * x.nbytes, check, ours, peers, outputs)
+    return Work(x.numel(), check, ours, peers, outputs)
 
 
 def add_rms_norm(shape: Shape, g: torch.Generator) -> Work:
@@ -127,7 +127,7 @@ def add_rms_norm(shape: Shape, g: torch.Generator) -> Work:
     def ours(backend: str) -> Run:
         return Run(lambda: ops.add_rms_norm(x, residual, w, EPS, backend=backend, out=(y, h)))
 
-    return Work(4 * x.nbytes, check, ours, peers, (y, h))
+    return Work(x.numel(), check, ours, peers, (y, h))
 
 
 def layer_norm(shape: Shape, g: torch.Generator) -> Work:
@@ -165,4 +165,4 @@ def layer_norm(shape: Shape, g: torch.Generator) -> Work:
     def ours(backend: str) -> Run:
         return Run(lambda: ops.layer_norm(x, w, bias, eps, backend=backend, out=y))
 
-    return Work(2 * x.nbytes, check, ours, peers, (y,))
+    return Work(x.numel(), check, ours, peers, (y,))

@@ -28,9 +28,11 @@ def attribute(peer: str, module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
-        missing = (error.name or "").split(".")[0]
-        own = _MODULES[peer]
-        raise NotInstalled("not installed" if missing in ("", own) else f"not installed: it needs {missing}") from error
+        missing, own = error.name or "", _MODULES[peer]
+        if missing in ("", own):
+            raise NotInstalled("not installed") from error
+        lacks = f"this version has no {missing}" if missing.startswith(f"{own}.") else f"it needs {missing}"
+        raise NotInstalled(f"not installed: {lacks}") from error
 
 
 def versions() -> dict[str, str]:

@@ -7,14 +7,20 @@ from typing import Any
 from kgen.bench.peers import PEERS
 from kgen.bench.result import best_peer, failures, meets, name_of, of_floor, slower_than_peer, timed
 from kgen.bench.work import BACKENDS
+from kgen.dsl.diagnostics import KgenError
 
 Record = dict[str, Any]
 TRIAL = "A trial on a CPU: results were checked, times say nothing about speed."
 MEANING = (
     "bf16; device time in milliseconds, median of {rounds} interleaved rounds, L2 cache cleared before each call; in "
-    "brackets the time as a multiple of the floor: a copy of the same bytes (`torch.Tensor.copy_`), or three "
-    "`torch.mm` of the same operands. Backward rows time the derived kernel alone, and the backward pass of others "
-    "through autograd. Our results were held against float64 first."
+    "brackets the time as a multiple of the floor: a copy of the same bytes (`torch.Tensor.copy_`), or, for the linear "
+    "cross entropy, three `torch.mm` of the same operands. Bars are such multiples, for cuda / triton. Backward rows "
+    "time the derived kernel alone, and the backward pass of others through autograd. Peak: the most memory in use "
+    "above the inputs, results counted. Our results were held against float64 first."
+)
+BRIEF = (
+    "{device}, bf16, commit {commit}: milliseconds of the floor, and times as multiples of it. The floor is a copy of "
+    "the same bytes; for the linear cross entropy, forward and backward, it is its three matrix products."
 )
 
 
@@ -94,7 +100,7 @@ def _checked(row: Record, backend: str) -> str:
 
 def head(value: Record) -> list[str]:
     """Of the table."""
-    return ["op", "direction", "shape", "floor", "bar", *ways(value), "peak MiB", "GB/s"]
+    return ["op", "shape", "floor, ms", "bar", *ways(value), "peak MiB", "GB/s"]
 
 
 def cells(value: Record, row: Record) -> list[str]:
@@ -102,15 +108,15 @@ def cells(value: Record, row: Record) -> list[str]:
     own = next((r for b in BACKENDS if (r := timed(row, b)) is not None), None)
     speed = f"{row['bytes'] / own['median_us'] / 1e3:.0f}" if own and row["bytes"] and row["floor"] == "copy" else ""
     return [
-        row["op"], row["direction"], row["shape"], cell(row, row["floor"]), bar_cell(row),
+        f"{row['op']} {row['direction']}", row["shape"], cell(row, row["floor"]), bar_cell(row),
         *(cell(row, name) for name in ways(value)),
         mebibytes(own.get("peak_bytes")) if own else "-", speed,
     ]  # fmt: skip
 
 
 def markdown(value: Record) -> str:
-    """The whole result as a page."""
-    lines = ["# Times on a GPU", "", "Made by `kgen bench`.", "", *(f"- {k}: {v}" for k, v in value["machine"].items())]
+    """The whole result: on what it ran, all rows, and what could not be timed."""
+    lines = ["Made by `kgen bench`.", "", *(f"- {k}: {v}" for k, v in value["machine"].items())]
     lines += ["", TRIAL if value["trial"] else MEANING.format(rounds=value["rounds"]), ""]
     lines += table(value)
     missing = failures(value) + [f"{name}: not reached in the time given" for name in value["not reached"]]
@@ -119,6 +125,30 @@ def markdown(value: Record) -> str:
 
 def table(value: Record) -> list[str]:
     """The rows in Markdown."""
-    names = head(value)
-    rows = [names, ["---"] * len(names), *(cells(value, row) for row in value["rows"])]
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    return _markdown(head(value), [cells(value, row) for row in value["rows"]])
+
+
+def brief(value: Record) -> str:
+    """For a front page: ours and the fastest of the others. Raises KgenError for a trial, which has no times."""
+    if value["trial"]:
+        raise KgenError("a trial on a CPU has no times to tell")
+    facts = value["machine"]
+    rows: list[list[str]] = []
+    for row in value["rows"]:
+        peer = best_peer(row)
+        times = [_multiple(row, b) for b in BACKENDS]
+        rows.append([
+            f"{row['op']} {row['direction']}", row["shape"], cell(row, row["floor"]) or "-", *times,
+            f"{_multiple(row, peer)} {peer}" if peer else "-",
+        ])  # fmt: skip
+    said = BRIEF.format(device=facts.get("device", "not told"), commit=facts.get("commit", "not told"))
+    return "\n".join([said, "", *_markdown(["", "shape", "floor, ms", *BACKENDS, "fastest other"], rows)]) + "\n"
+
+
+def _multiple(row: Record, name: str) -> str:
+    found = of_floor(row, name)
+    return "-" if found is None else f"{found.value:.2f}x"
+
+
+def _markdown(names: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (names, ["---"] * len(names), *rows)]

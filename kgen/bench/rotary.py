@@ -100,7 +100,7 @@ def rope(shape: Shape, g: torch.Generator) -> Work:
     def ours(backend: str) -> Run:
         return Run(lambda: kernel(q, k, cos, sin, backend=backend, out=outputs))
 
-    return Work(2 * (q.nbytes + k.nbytes), check, ours, peers, outputs)
+    return Work(q.numel() + k.numel(), check, ours, peers, outputs)
 
 
 def rope_backward(shape: Shape, g: torch.Generator) -> Work:
@@ -118,4 +118,4 @@ def rope_backward(shape: Shape, g: torch.Generator) -> Work:
         LIGER: lambda: gradient(_liger(cos, sin), (q, k), (dq, dk), restore=True),
         QUACK: lambda: gradient(_quack(cos, sin), (q, k), (dq, dk)),
     }
-    return Work(2 * (q.nbytes + k.nbytes), check, ours, peers, outputs)
+    return Work(q.numel() + k.numel(), check, ours, peers, outputs)

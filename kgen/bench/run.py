@@ -44,9 +44,14 @@ def run(
     seconds: float = math.inf,
     file: Path | None = None,
     tell: Tell = lambda _: None,
-    done: Callable[[str, list[Record]], None] = lambda *_: None,
+    begin: Callable[[str], None] = lambda _: None,
+    done: Callable[[list[Record]], None] = lambda _: None,
 ) -> Record:
-    """The result of all `cases`; see `result` for what it holds. `done` is called with the rows of each."""
+    """The result of all `cases`; see `result` for what it holds.
+
+    `begin` is called with the name of each case, `done` with its rows, `tell` with what fails meanwhile. No case is
+    begun after `seconds`. `file` has what there is so far after each.
+    """
     began = time.monotonic()
     until = began + seconds
     out: Record = {
@@ -58,6 +63,7 @@ def run(
         if until - started < LEAST:
             out["not reached"].append(case.name)
             continue
+        begin(case.name)
         try:
             rows = case.perform(plan, until, tell)
         except torch.cuda.OutOfMemoryError:
@@ -69,7 +75,7 @@ def run(
         out["seconds"] = round(time.monotonic() - began, 1)
         if file is not None:
             result.save(out, file)
-        done(case.name, rows)
+        done(rows)
     out["seconds"] = round(time.monotonic() - began, 1)
     if file is not None:
         result.save(out, file)

@@ -41,11 +41,12 @@ class Run:
 class Work:
     """Operands of one case on a device, and the calls on them.
 
-    `bytes` must move at least. `ours` makes the call of a backend, which writes to `outputs`; `peers` make those of
-    others. `check` takes the results of a call, in blocks, some of them None where a peer does not have them.
+    `elements` are those of the largest tensor, or of what is moved together. `ours` makes the call of a backend, which
+    writes to `outputs`; `peers` make those of others. `check` takes the results of a call, in blocks, some of them None
+    where a peer does not have them.
     """
 
-    bytes: int
+    elements: int
     check: Callable[[Results], Iterable[Judged]]
     ours: Callable[[str], Run]
     peers: Mapping[str, Callable[[], Run]]
@@ -77,7 +78,7 @@ def worst(judged: Iterable[Judged]) -> float:
     for got, ref, allowed in judged:
         off = (got.double() - ref).abs()
         ratio = torch.where(off == 0, 0.0, off / allowed)
-        largest.append(float(ratio.nan_to_num(nan=float("inf")).max()))
+        largest.append(float(ratio.nan_to_num(float("inf"), float("inf")).max()))
     return max(largest)
 
 
@@ -86,7 +87,7 @@ def relative_error(judged: Iterable[Judged]) -> float:
     largest = [0.0]
     for got, ref, _ in judged:
         off = (got.double() - ref).norm() / ref.norm().clamp_min(1e-300)
-        largest.append(float(off.nan_to_num(nan=float("inf"))))
+        largest.append(float(off.nan_to_num(float("inf"), float("inf"))))
     return max(largest)
 
 
