@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,6 +56,8 @@ class Job:
     allow_spills: bool = False
     gradients: tuple[str, ...] | None = None
     accumulate: str = "auto"
+    # Of a kernel that is derived from another: what the manifest says of it. Its text is written beside its code.
+    gradient: Mapping[str, object] | None = None
 
     @property
     def name(self) -> str:
@@ -179,6 +181,9 @@ def _write(made: list[_Made], ops: list[_MadeOp], binaries: _Binaries) -> dict[P
         place = m.job.place
         manifest = manifests.setdefault(place, _head(m.job))
         entry = kernel_entry(m.target)
+        if m.job.gradient is not None:
+            text = m.target.kernel.span.source.text
+            entry["gradient"] = {**m.job.gradient, "file": add(place, f"{m.stem}.kdsl", text)}
         manifest["kernels"][m.stem] = entry
         for backend, programs in m.programs.items():
             manifest["compilers"][backend] = _compiler(backend)

@@ -45,6 +45,10 @@ def build(
     allow_spills: Annotated[
         bool, typer.Option("--allow-spills", help="Build kernels whose registers spill to memory.")
     ] = False,
+    backward: Annotated[
+        bool,
+        typer.Option("--backward", help="Each kernel's training form and backward too, derived or written by hand."),
+    ] = False,
     gradients: Annotated[
         str, typer.Option("--gradients", metavar="x,w", help="Of an op: whose gradients; all, none, or parameters.")
     ] = "all",
@@ -61,12 +65,16 @@ def build(
     The sources stand alone: the .cu compiles with nvcc or NVRTC, the .py runs with torch and triton. manifest.json says
     what each was compiled for and how to launch it. Sizes come from the kernel's example statement or from --dim.
 
+    With --backward come <kernel>_forward, which also stores what the backward reads again, and <kernel>_backward, the
+    gradients of all inputs that have one: as .kdsl text too, and compiled as the kernel is.
+
     An op becomes a folder with <op>.py, its forward and backward as plain functions on torch tensors, beside the
     kernels that they launch, through Triton.
 
     Examples:
         kgen build rms_norm.kdsl --arch sm_90 --out build/
         kgen build ops/ --arch sm_80,sm_90 --backend cuda --dtype f16
+        kgen build rms_norm.kdsl --backward
         kgen build swiglu.kdsl:geglu --dim M=8192 --dim N=14336
         kgen build fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --without bias --gradients x
     """
@@ -116,6 +124,8 @@ def build(
         )
         for path, m, k in items
     ]
+    if backward:
+        tasks += _backwards(tasks, {n for names in wanted.values() for n in names or ()})
     manifests = _with_progress(tasks, jobs, quiet=as_json)
     if as_json:
         print_json({str(place): manifest for place, manifest in manifests.items()})
@@ -126,6 +136,29 @@ def build(
             out().print(f"{place / own['file']}: {', '.join(own['functions'])}", markup=False)
         for name, entry in manifest["kernels"].items():
             _summary(place, name, entry)
+
+
+def _backwards(tasks: list[Job], named: set[str]) -> list[Job]:
+    """The builds of training forms and backwards beside `tasks`. A kernel without a gradient is left out and told of;
+    one of those `named`, or the only one, is an error: raises DslError."""
+    from kgen.dsl.diagnostics import DslError
+    from kgen.runtime.ahead import target
+    from kgen.runtime.derived import gradient_targets
+
+    kernels = [t for t in tasks if isinstance(t.item, ast.Kernel)]
+    if not kernels:
+        raise UsageError("--backward is for kernels, and none is built; of an op, --gradients says which are")
+    out: list[Job] = []
+    for task in kernels:
+        assert isinstance(task.item, ast.Kernel)  # as above
+        try:
+            out += gradient_targets(target(task.module, task.item, task.choices)).jobs(task)
+        except DslError as error:
+            if task.name in named or len(kernels) == 1:
+                raise
+            why = error.diagnostics[0].brief()
+            err().print(f"no backward of {task.name}: {why}", markup=False)
+    return out
 
 
 def _gradients(text: str, items: Sequence[ast.Kernel | Op]) -> tuple[str, ...] | None:
