@@ -419,6 +419,8 @@ def test_tables_from_a_result(tmp_path: Path) -> None:
     assert "0.1020 (1.02x)" in first and "1.03 / 1.05" in first and "0.1100 (1.10x)" in first
     assert "not installed" in first and "3922" in first  # GB/s: 4e8 bytes in 102 us
     assert "rms_norm forward 16384x16384, cuda: above the bar 1.03" in lines
+    # Above: 16384x16384 on CUDA and the linear loss; without a time: 16384x8192 on Triton.
+    assert lines[-1] == "4 of 6 bars are met; 0 of 7 are slower than the fastest other by more than both scatter"
     assert "linear_cross_entropy within 1600 MiB 8192x4096x128256, cuda: above the bar 1.08" in lines
     assert not any("16384x4096, cuda" in line for line in lines)
     page = invoke("--read", str(file), "--format", "markdown").output

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kgen import ops
 from kgen.bench.peers import COMPILED, EAGER, LIGER, QUACK, attribute, forward, fresh, torchs
-from kgen.bench.work import F32_ROUNDING, FEW, Judged, Results, Run, Shape, Work, blocks, bound, randn
+from kgen.bench.work import Judged, Results, Run, Shape, Work, blocks, bound, randn, roundings
 
 
 def softmax(shape: Shape, g: torch.Generator) -> Work:
@@ -59,7 +59,7 @@ def cross_entropy(shape: Shape, g: torch.Generator) -> Work:
                 p, hot = (d - lse).exp_().mul_(s), torch.zeros_like(d).scatter_(1, t, s)
                 yield d_logits[b], p - hot, bound(p - hot, p + hot, n)
             if loss is not None:
-                yield loss[b, None], ref, (1 + lse.abs() + ref.abs()) * (n + FEW) * F32_ROUNDING
+                yield loss[b, None], ref, (1 + lse.abs() + ref.abs()) * roundings(n)
 
     def reset() -> None:
         x.copy_(given)

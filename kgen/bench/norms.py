@@ -12,7 +12,6 @@ from kgen.bench.peers import LIGER, QUACK, attribute, forward, gradient, torchs
 from kgen.bench.work import (
     BF16_ROUNDING,
     F32_ROUNDING,
-    FEW,
     Judged,
     Results,
     Run,
@@ -22,6 +21,7 @@ from kgen.bench.work import (
     blocks,
     bound,
     randn,
+    roundings,
 )
 
 EPS = 1e-6
@@ -82,8 +82,9 @@ def rms_norm_backward(shape: Shape, g: torch.Generator) -> Work:
             wdy = w.double() * dy[b].double()
             ref = s * wdy - (wdy * d).sum(-1, keepdim=True) * s**3 / n * d
             size = (s * wdy).abs() + (wdy * d).abs().sum(-1, keepdim=True) * s**3 / n * d.abs()
-            yield dx[b], ref, bound(ref, size, 3 * n)  # the root of what is saved is cubed
-        yield dw, total, total.abs() * BF16_ROUNDING + sizes * ((deep + n + FEW) * F32_ROUNDING)
+            # This row's sum, and half of the root's in each of three factors.
+            yield dx[b], ref, bound(ref, size, n, n, n)
+        yield dw, total, total.abs() * BF16_ROUNDING + sizes * (deep * F32_ROUNDING + roundings(n))
 
     peers = torchs(_plain, (x, w), (dy,)) | {
         LIGER: lambda: gradient(_liger, (x, w), (dy,)),
@@ -155,7 +156,7 @@ def layer_norm(shape: Shape, g: torch.Generator) -> Work:
             scale = (c.square().mean(-1, keepdim=True) + eps).rsqrt() * w.double()
             ref = c * scale + bias.double()
             size = (d.abs() + d.abs().mean(-1, keepdim=True)) * scale.abs() + bias.double().abs()
-            yield found[b], ref, bound(ref, size, 2 * n)
+            yield found[b], ref, bound(ref, size, n, n)
 
     peers = torchs(plain, (x, w, bias)) | {
         LIGER: lambda: forward(liger, (x, w, bias)),

@@ -98,6 +98,16 @@ def _checked(row: Record, backend: str) -> str:
     return "failed" if "error" in record else f"right (worst error {record['worst']:.2f} of its bound)"
 
 
+def summary(value: Record) -> str:
+    """How many bars are met, and how often the best of the others is faster, in a line."""
+    met = [m for row in value["rows"] for b in BACKENDS if (m := meets(row, b)) is not None]
+    beside = [s for row in value["rows"] for b in BACKENDS if (s := slower_than_peer(row, b)) is not None]
+    said = [f"{sum(met)} of {len(met)} bars are met"] if met else []
+    if beside:
+        said.append(f"{sum(beside)} of {len(beside)} are slower than the fastest other by more than both scatter")
+    return "; ".join(said)
+
+
 def head(value: Record) -> list[str]:
     """Of the table."""
     return ["op", "shape", "floor, ms", "bar", *ways(value), "peak MiB", "GB/s"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kgen.codegen.tolerance import RESCALED, blocked_depth, rescalings
+
 BF16_ROUNDING = 2.0**-8
 F32_ROUNDING = 2.0**-24
 FEW = 1e2  # roundings of f32 in an element besides those of sums; exp(x) of |x| < 20 has most of them
@@ -67,9 +69,14 @@ def blocks(m: int, n: int) -> Iterator[slice]:
     return (slice(i, min(i + step, m)) for i in range(0, m, step))
 
 
-def bound(ref: torch.Tensor, size: torch.Tensor, summands: int = 0) -> torch.Tensor:
-    """Of a bf16 result: one rounding, and those of f32 in sums of `summands` terms whose sizes add up to `size`."""
-    return ref.abs() * BF16_ROUNDING + size.abs() * ((summands + FEW) * F32_ROUNDING)
+def roundings(summands: int) -> float:
+    """Of f32, relative, on the way through one sum of so many terms, exponentials among them, and what is around it."""
+    return (blocked_depth(summands) + RESCALED * rescalings(summands) + FEW) * F32_ROUNDING
+
+
+def bound(ref: torch.Tensor, size: torch.Tensor, *sums: int) -> torch.Tensor:
+    """Of a bf16 result: one rounding, and those of f32 in sums of so many terms, whose sizes add up to `size`."""
+    return ref.abs() * BF16_ROUNDING + size.abs() * (sum(map(roundings, sums)) + FEW * F32_ROUNDING)
 
 
 def worst(judged: Iterable[Judged]) -> float:

@@ -122,6 +122,8 @@ def bench(
             err().print(f"{path}", markup=False)
     if value["trial"] and read is None:
         out().print(report.TRIAL)
+    elif not value["trial"] and form is Form.table:
+        out().print(report.summary(value), markup=False)
     if failed:
         raise typer.Exit(MISTAKES)
 
