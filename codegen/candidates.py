@@ -17,6 +17,7 @@ from kgen.codegen import ladders
 from kgen.codegen.choose import tile_registers
 from kgen.codegen.knobs import MOST_BLOCKS, Knobs
 from kgen.codegen.layout import accesses, ceil_power, held, layout, vector_axis, vector_limit
+from kgen.codegen.normalize import statement_axes
 from kgen.codegen.pipeline import MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
 from kgen.codegen.variant import Variant
@@ -25,6 +26,10 @@ from kgen.dsl import ir
 MOST = 32  # candidates of one kernel, the default among them
 
 _REGISTERS = 255  # a thread
+# Estimates of registers are this much too high where a schedule just fits.
+_SLACK = 1.15
+# Of the words that `ladders.TRITON_TILES` counts, the share that is not live with all others: 160 fit 128 registers.
+_TRITON_LIVE = 1.25
 _THREADS = 2048  # a multiprocessor
 _BLOCKS = 32  # programs that a multiprocessor holds
 # Bytes that must be in flight for a multiprocessor to have its share of the bandwidth (`ladders.FLAT_SLOTS`).
@@ -141,7 +146,7 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
     widest = vector_limit(kernel, variant, axis) if axis is not None else 1
     for a_row, rows in product(_around(own, 1, 1024, 4), (1, 2, 4, 8, 16)):
         if 32 <= a_row * rows <= 1024:
-            yield from _blocks(default, Knobs(threads=a_row * rows, rows=rows, chunks=_whole(kernel)))
+            yield from _blocks(default, Knobs(threads=a_row * rows, rows=rows, chunks=_whole(default)))
     for threads in _around(max(own, 256), 64, 1024, 3):
         for chunks in _chunkings(default, [threads * widest * slots for slots in (1, 2, 4, 8)]):
             yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
@@ -153,15 +158,15 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
 def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
     s = default.schedule
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
-        yield from _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default.kernel)))
+        yield from _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default)))
     for threads in (128, 256, 512, 1024):
         for chunks in _chunkings(default, [1 << i for i in range(10, 16)]):
             yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
 
 
-def _whole(kernel: ir.Kernel) -> tuple[tuple[str, int], ...]:
-    """Chunks that leave every index whole."""
-    return tuple((a.name, a.extent.constant) for a in kernel.tiles)
+def _whole(default: Scheduled) -> tuple[tuple[str, int], ...]:
+    """Chunks that leave every index whole: none, but of those that the default takes in chunks the whole extent."""
+    return tuple((axis, default.kernel.axis(axis).extent.constant) for axis, _ in default.schedule.chunks)
 
 
 def _chunkings(default: Scheduled, elements: list[int]) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -176,15 +181,18 @@ def _chunkings(default: Scheduled, elements: list[int]) -> Iterator[tuple[tuple[
         for n in elements:
             for chunk in dict.fromkeys((n, max(16, n // ceil_power(max(1, beside))))):
                 if chunk < extents[axis]:
-                    yield tuple((extents | before | {axis: chunk}).items())
+                    yield tuple(({a: extents[a] for a in before} | {axis: chunk}).items())
+                    if len(before) > 1:
+                        yield tuple((before | {axis: chunk}).items())
 
 
 def _blocks(default: Scheduled, knobs: Knobs) -> Iterator[Knobs]:
     """`knobs`, and for a sum over programs several numbers of them a multiprocessor."""
     yield knobs
     if default.sums is not None:
+        threads = knobs.threads or default.schedule.threads
         for blocks in (1, 2, 4, 8, 16):
-            if blocks <= MOST_BLOCKS:
+            if blocks <= MOST_BLOCKS and blocks * threads <= _THREADS:
                 yield Knobs(knobs.threads, knobs.rows, knobs.vector, knobs.chunks, blocks)
 
 
@@ -193,39 +201,47 @@ def _blocks(default: Scheduled, knobs: Knobs) -> Iterator[Knobs]:
 
 def estimate(s: Scheduled, backend: str) -> float | None:
     """About how long `s` takes, in units of its memory traffic at full bandwidth if every byte moved once; None for
-    what is not worth compiling."""
+    what would surely spill."""
     threads = s.schedule.threads
+    together = s.sums.blocks if s.sums is not None and s.schedule.programs else 1
+    at_most = min(_REGISTERS, ladders.REGISTER_FILE // threads // (together if backend == "cuda" else 1))
     registers = _registers(s, backend)
-    if registers > _REGISTERS * 1.25 or threads * min(registers, _REGISTERS) > ladders.REGISTER_FILE * 1.25:
+    if registers > at_most * _SLACK:
         return None
     programs = min(_THREADS // threads, _BLOCKS, max(1, int(ladders.REGISTER_FILE // (threads * registers))))
     if s.schedule.programs and s.sums is not None:
-        programs = min(programs, max(1, s.sums.blocks))
+        programs = min(programs, together)
     once, moved, in_flight = _traffic(s)
     used = min(1.0, programs * in_flight / _IN_FLIGHT) if in_flight else 1.0
     return moved / max(once, 1) / max(used, 0.05)
 
 
 def _registers(s: Scheduled, backend: str) -> float:
-    if backend == "cuda":
-        if not s.kernel.tiles:
-            row = layout(s.kernel, s.variant, s.schedule).row
-            return ladders.OTHER_REGISTERS + 2 * row.vector * row.slots
-        return ladders.OTHER_REGISTERS + tile_registers(
-            s.kernel, s.variant, s.steps, layout(s.kernel, s.variant, s.schedule)
-        )
+    """About how many registers a thread takes."""
+    if backend == "triton":
+        return max(ladders.OTHER_REGISTERS, _triton_words(s) / s.schedule.threads / _TRITON_LIVE)
+    lay = layout(s.kernel, s.variant, s.schedule)
+    if not s.kernel.tiles:
+        return ladders.OTHER_REGISTERS + 2 * lay.row.vector * lay.row.slots
+    return ladders.OTHER_REGISTERS + tile_registers(s.kernel, s.variant, s.steps, lay)
+
+
+def _triton_words(s: Scheduled) -> float:
+    """32-bit words of all blocks of a program, as `ladders.TRITON_TILES` counts them."""
     extents = {a: ceil_power(n) for a, n in held(s.kernel, s.schedule).items()}
-    tiles = {a.name for a in s.kernel.tiles}
-    words = 0.0
+    parallel = {a.name for a in s.kernel.parallel}
+    total = 0.0
     for statement in s.kernel.body:
-        if isinstance(statement, ir.Let) and isinstance(statement.value, ir.Load):
-            size = s.kernel.tensor(statement.value.tensor).dtype.itemsize / 4
-            axes = statement.value.axes
-            rows = s.schedule.rows if axes - tiles or not tiles else 1
-            words += size * rows * prod(n for a, n in extents.items() if a in axes)
-        elif isinstance(statement, ir.Accumulate):
-            words += prod(n for a, n in extents.items())
-    return ladders.OTHER_REGISTERS + words / s.schedule.threads
+        value, axes = statement.value, statement_axes(statement)
+        if isinstance(value, ir.Reduce) or isinstance(statement, ir.Store):
+            continue
+        words = value.dtype.itemsize / 4
+        if isinstance(value, ir.Load):
+            words = s.kernel.tensor(value.tensor).dtype.itemsize / 4
+            words *= 1.5 if words >= 1 else 1
+        rows = s.schedule.rows if axes & parallel and not isinstance(statement, ir.Accumulate) else 1
+        total += words * rows * prod(n for a, n in extents.items() if a in axes)
+    return total
 
 
 def _traffic(s: Scheduled) -> tuple[float, float, float]:

@@ -1,4 +1,5 @@
-"""The command line: `kgen check | fmt | new | show | build | diff | bench | doctor | cache`. One file for each command.
+"""The command line: `kgen check | fmt | new | show | build | diff | bench | tune | doctor | cache`. One file for each
+command.
 
 Exit codes: 0 all is well; 1 the user's files or arguments have mistakes; 2 wrong usage, or something is missing on
 this machine.
@@ -22,6 +23,7 @@ from kgen.cli.doctor import doctor
 from kgen.cli.fmt import fmt
 from kgen.cli.new import new
 from kgen.cli.show import show
+from kgen.cli.tune import tune
 
 app = typer.Typer(
     cls=Group,
@@ -58,6 +60,7 @@ declare(app, show, Panel.COMPILE)
 declare(app, build, Panel.COMPILE)
 declare(app, diff, Panel.COMPILE)
 declare(app, bench, Panel.COMPILE)
+declare(app, tune, Panel.MACHINE)
 declare(app, doctor, Panel.MACHINE)
 app.add_typer(cache, name="cache", rich_help_panel=Panel.MACHINE)
 
