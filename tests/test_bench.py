@@ -260,7 +260,7 @@ def test_a_wrong_kernel_ends_with_exit_code_1(monkeypatch: pytest.MonkeyPatch) -
 def test_one_message_without_a_gpu() -> None:
     done = invoke("rms_norm")
     assert done.exit_code == 2 and done.output.count("error:") == 1
-    assert "there is none" in done.output and "--device cpu" in done.output
+    assert "internal" not in done.output and "there is none" in done.output and "--device cpu" in done.output
 
 
 @pytest.mark.parametrize(
@@ -418,6 +418,8 @@ def test_tables_from_a_result(tmp_path: Path) -> None:
     first = next(line for line in lines if "16384x4096" in line)
     assert "0.1020 (1.02x)" in first and "1.03 / 1.05" in first and "0.1100 (1.10x)" in first
     assert "not installed" in first and "3922" in first  # GB/s: 4e8 bytes in 102 us
+    assert first.split("│")[-4].strip() == "1" and first.split("│")[-3].strip() == "400"  # MiB, MB
+    assert next(line for line in lines if "entropy default" in line).split("│")[-4].strip() == "1500"
     assert "rms_norm forward 16384x16384, cuda: above the bar 1.03" in lines
     # Above: 16384x16384 on CUDA and the linear loss; without a time: 16384x8192 on Triton.
     assert lines[-1] == "4 of 6 bars are met; 0 of 7 are slower than the fastest other by more than both scatter"

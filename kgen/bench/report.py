@@ -16,7 +16,7 @@ MEANING = (
     "brackets the time as a multiple of the floor: a copy of the same bytes (`torch.Tensor.copy_`), or, for the linear "
     "cross entropy, three `torch.mm` of the same operands. Bars are such multiples, for cuda / triton. Backward rows "
     "time the derived kernel alone, and the backward pass of others through autograd. Peak: the most memory in use "
-    "above the inputs, results counted. Our results were held against float64 first."
+    "above the inputs, results counted; MB: what must move at least. Our results were held against float64 first."
 )
 BRIEF = (
     "{device}, bf16, commit {commit}: milliseconds of the floor, and times as multiples of it. The floor is a copy of "
@@ -110,17 +110,18 @@ def summary(value: Record) -> str:
 
 def head(value: Record) -> list[str]:
     """Of the table."""
-    return ["op", "shape", "floor, ms", "bar", *ways(value), "peak MiB", "GB/s"]
+    return ["op", "shape", "floor, ms", "bar", *ways(value), "peak MiB", "MB", "GB/s"]
 
 
 def cells(value: Record, row: Record) -> list[str]:
-    """One line of the table; peak and bandwidth are those of the first backend that was timed."""
+    """One line of the table; the peak and GB/s are those of the first backend that was timed."""
     own = next((r for b in BACKENDS if (r := timed(row, b)) is not None), None)
+    moved = f"{row['bytes'] / 1e6:.4g}" if row["bytes"] else ""
     speed = f"{row['bytes'] / own['median_us'] / 1e3:.0f}" if own and row["bytes"] and row["floor"] == "copy" else ""
     return [
         f"{row['op']} {row['direction']}", row["shape"], cell(row, row["floor"]), bar_cell(row),
         *(cell(row, name) for name in ways(value)),
-        mebibytes(own.get("peak_bytes")) if own else "-", speed,
+        mebibytes(own.get("peak_bytes")) if own else "-", moved, speed,
     ]  # fmt: skip
 
 

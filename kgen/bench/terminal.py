@@ -62,7 +62,7 @@ def table(value: Record) -> Table:
     """All rows: green within the bar, red above it, yellow where the best peer is faster by more than both scatter."""
     found = Table(title=f"{value['machine'].get('device', '')}, {value['machine'].get('commit', '')}", title_style="")
     for k, name in enumerate(report.head(value)):
-        found.add_column(name, justify="left" if k < 2 else "right", no_wrap=k >= 2)
+        found.add_column(name, justify="left" if k < 2 else "right", overflow="fold", no_wrap=name == "shape")
     for row in value["rows"]:
         names = report.head(value)
         found.add_row(*(_styled(row, n, c) for n, c in zip(names, report.cells(value, row), strict=True)))
