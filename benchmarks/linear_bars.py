@@ -36,6 +36,7 @@ from kgen.bench.linear import SHAPES, SLOW, Bar, Entry, budget, ours, peers, pre
 from kgen.bench.linear_problem import MIB, Problem, Shape
 from kgen.bench.machine import machine
 from kgen.bench.measure import said, synchronize
+from kgen.bench.peers import versions
 from kgen.bench.timing import interleaved, within
 from kgen.bench.work import BACKENDS
 
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         a.error("nothing to run: --groups names none of bars, accumulate, peers, chunks")
     o.out.mkdir(parents=True, exist_ok=True)
     result: Record = {
-        "machine": machine(device, o.commit) | linear_report.versions(), "rounds": o.rounds, "groups": [], "bars": [],
+        "machine": machine(device, o.commit) | versions(), "rounds": o.rounds, "groups": [], "bars": [],
         "not reached": skipped, "trial": device.type == "cpu",
     }  # fmt: skip
     problems: dict[Shape, Problem] = {}

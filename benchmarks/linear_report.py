@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,6 @@ TITLES = {
 TICKS = [0.9, 1, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 3, 4, 6, 8]
 COLORS = {"cuda": "tab:green", "triton": "tab:blue"}
 Record = dict[str, Any]
-
-
-def versions() -> Record:
-    """Of the peers."""
-    out: Record = {}
-    for name in ("liger-kernel", "cut-cross-entropy"):
-        try:
-            out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            out[name] = "not installed"
-    return out
 
 
 def label(row: Record) -> str:
