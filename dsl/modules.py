@@ -166,12 +166,14 @@ class _Loader:
         if name not in source.functions and name not in kernels:
             broken = any(d.span.source.path == str(target) for d in self.diagnostics.items)
             if not broken:  # a function with a syntax error is missing because of that
-                has = ", ".join(sorted({*source.functions, *kernels})) or "none"
+                has = "it has: " + (", ".join(sorted({*source.functions, *kernels})) or "none")
+                if any(o.name == name for o in source.module.ops):
+                    has = "that is an op, and only functions and kernels can be imported"
                 self.diagnostics.error(
                     "K0152",
                     f"'{item.module}' has no function or kernel '{name}'",
                     span,
-                    help=f"it has: {has}",
+                    help=has,
                 )
         elif name in file.functions or name in file.kernels or name in own:
             self.diagnostics.error(

@@ -8,6 +8,7 @@ from lark import Token
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.host.advice import DECLARATIONS, FOREIGN, STATEMENTS, advice, begins_in_op
 from kgen.dsl.lexing import KEYWORDS, Line, token_span
 from kgen.dsl.source import SourceFile
 
@@ -114,6 +115,7 @@ class SyntaxExplainer:
     def explain(self, saved: InteractiveParser, line: Line, token: Token) -> None:
         """Report that `token` of `line` does not fit; `saved` is the parser before the line."""
         parser = saved.copy(deepcopy_values=False)
+        in_op = begins_in_op(parser.accepts())
         before: list[Token] = []
         for earlier in line.tokens:
             if earlier is token:
@@ -139,7 +141,9 @@ class SyntaxExplainer:
                 "it is the library's matrix product in an op; in a kernel sum(a[m, k] * b[k, n], k) is one",
             )
         elif len(before) == 1 and first.type == "NAME" and token.type in ("NAME", "NUMBER"):
-            self.unknown_statement(first)
+            self.unknown_statement(first, in_op)
+        elif in_op and not before and token.type in ("PARALLEL", "TILE"):
+            self.error("K0110", f"{_found(token)} begins no statement of an op", token, DECLARATIONS)
         elif token.value in KEYWORDS and "NAME" in accepts and "NUMBER" not in accepts:
             self.error(
                 "K0111",
@@ -149,20 +153,28 @@ class SyntaxExplainer:
             )
         else:
             expected = _expected(accepts, before)
+            help = advice(token, before, _innermost_bracket(before)) if in_op else None
             self.error(
                 "K0110",
                 f"expected {expected}, found {_found(token)}",
                 token,
-                _help(token, before, accepts),
+                help or _help(token, before, accepts),
             )
 
-    def unknown_statement(self, first: Token) -> None:
+    def unknown_statement(self, first: Token, in_op: bool) -> None:
         """Report a line of the form `word name ...`, where `word` is no keyword."""
-        guess = _guess(first.value, ("parallel", "tile", "require", "example", "elif", "else"))
-        if first.value in _FOREIGN:
-            help = _FOREIGN[first.value]
+        known = (
+            ("require", "example", "elif", "else")
+            if in_op
+            else ("parallel", "tile", "require", "example", "elif", "else")
+        )
+        guess, foreign = _guess(first.value, known), FOREIGN if in_op else _FOREIGN
+        if first.value in foreign:
+            help = foreign[first.value]
         elif guess:
             help = f"did you mean '{guess}'?"
+        elif in_op:
+            help = STATEMENTS
         else:
             help = "statements are parallel, tile, require, if, for, name = expression and y[m] = expression"
         self.error("K0126", f"'{first}' begins no statement", first, help)

@@ -22,10 +22,10 @@ from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, F32, DType
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
-from kgen.dsl.host.check import elaborate_op, header, source_of
-from kgen.dsl.host.scope import HostSpecialization
+from kgen.dsl.host.check import header
 from kgen.runtime.ahead import Choices, Target, contiguous, placed, specialization
 from kgen.runtime.errors import ArgumentError
+from kgen.runtime.host.ahead import settled
 from kgen.runtime.layouts import Layout, Memory, layout
 
 _IMPORTED = ("torch", "triton")  # by the files of an ejected op
@@ -235,26 +235,9 @@ def op_target(
     example = example_sizes(op.header)
     spec = specialization(signature, choices, example)
     there = [p for p in signature.params if isinstance(p, TensorParam) and (not p.optional or p.name in spec.present)]
-    floats = frozenset(
-        p.name for p in there if (DTYPES[p.dtype] if p.dtype in DTYPES else spec.dtypes[p.dtype]).kind == "float"
-    )
-    asked = floats if gradients is None else frozenset(gradients)
-    names = ", ".join(p.name for p in there if p.name in floats)
-    for name in sorted(asked - floats):
-        raise ArgumentError(f"{op.name}: there is no tensor '{name}' that may have a gradient; there is {names}")
     if op.name in _IMPORTED:
         raise ArgumentError(f"{op.name}: a file {op.name}.py would be imported in place of the package; rename the op")
-    source = source_of(module)
-
-    def settled(wanted: frozenset[str]) -> ir.Program:
-        return elaborate_op(source, op.name, HostSpecialization(spec.consts, spec.present, wanted))
-
-    program = settled(asked)
-    wanted = asked & program.gradients.keys()
-    for name in sorted(asked - wanted) if gradients is not None else ():
-        raise ArgumentError(f"{op.name}: the op gives no gradient of '{name}'")
-    if wanted != asked:  # conditions ask what is wanted
-        program = settled(wanted)
+    program, wanted = settled(module, op, signature, spec, gradients)
     dims = {**example, **choices.dims, **{n: v for n, v in spec.consts.items() if type(v) is int}}
     narrow = lower(program, spec.dtypes, wanted, "param")
     rows = {loop.dim for loop in sizing.loops(narrow)}

@@ -116,7 +116,7 @@ def test_an_unexpected_exception_is_one_sentence_and_debug_shows_it(monkeypatch:
 def test_check_accepts_every_shipped_file() -> None:
     code, out, err = run("check", ROOT / "ops", ROOT / "examples")
     assert (code, err) == (0, "")
-    assert re.fullmatch(r"\d+ files, \d+ kernels: no errors\n", out)
+    assert re.fullmatch(r"\d+ files, \d+ kernels, \d+ ops: no errors\n", out)
 
 
 def test_check_reports_ten_mistakes_in_one_run(here: Path) -> None:

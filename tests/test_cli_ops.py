@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,49 @@ def test_what_an_op_does_not_have(mlp: Path) -> None:
         ((f"{mlp}:mlp", "--stage", "plan", "--dim", "Q=3"), "has no dimension 'Q'"),
     ]:
         code, out = run("show", *args)
+        assert code == 2 and message in " ".join(out.split()), out
+
+
+def test_show_the_plan_of_a_frozen_weight() -> None:
+    op = f"{LINEAR}:fused_linear_cross_entropy"
+    code, every = run("show", op, "--stage", "plan")
+    assert code == 0 and "w_sum += logits.T @ x[c]" in every
+    code, out = run("show", op, "--stage", "plan", "--gradients", "x")
+    assert code == 0 and "w_sum" not in out and "x_sum[c] = logits @ w\n" in out
+    assert out.endswith("    return d_x = x_sum\n")
+    code, out = run("show", op, "--stage", "plan", "--gradients", "none")
+    assert code == 0 and "x_sum" not in out and "backward" not in out
+    code, cost = run("show", op, "--stage", "cost", "--gradients", "x")
+    assert code == 0 and "w_sum" not in cost
+    for args, message in [
+        ((op, "-s", "plan", "--gradients", "target"), "no tensor 'target' that may have a gradient; there is x, w"),
+        ((op, "-s", "plan", "--gradients", ","), "--gradients: name parameters"),
+        ((op, "-s", "source", "--gradients", "x"), "for the plan and the cost of an op"),
+        ((f"{LINEAR}:kept_mass", "-s", "cost", "--gradients", "x"), "kept_mass is a kernel"),
+    ]:
+        code, out = run("show", *args)
+        assert code != 0 and message in " ".join(out.split()), out
+
+
+def test_ops_and_kernels_by_name(mlp: Path) -> None:
+    assert run("check", f"{mlp}:mlp") == (0, "1 file, 1 op: no errors\n")
+    assert run("check", f"{mlp}:silu_") == (0, "1 file, 1 kernel: no errors\n")
+    assert run("check", mlp) == (0, "1 file, 2 kernels, 1 op: no errors\n")
+    code, out = run("check", mlp, "--json")
+    assert code == 0 and json.loads(out)["ops"] == 1
+    mlp.write_text(MLP.replace("y[c] = a @ down.T", "y[c] = a @ down.T\n            unused = silu"), encoding="utf-8")
+    assert run("check", f"{mlp}:silu_")[0] == 0 and run("check", f"{mlp}:mlp")[0] == 1
+    spare = "            spare = x[c] @ up.T\n            y[c] = a @ down.T"
+    mlp.write_text(MLP.replace("            y[c] = a @ down.T", spare), encoding="utf-8")
+    code, out = run("check", f"{mlp}:mlp")
+    assert code == 0 and "warning[W0101]: value 'spare' is never used" in out
+    assert "W0101" not in run("check", f"{mlp}:silu_")[1]
+    for args, message in [
+        (("check", f"{mlp}:mpl"), "has no kernel or op 'mpl'; did you mean 'mlp'?"),
+        (("diff", f"{mlp}:mlp"), "'mlp' is an op, and this is for kernels;"),
+        (("diff", mlp, "--kernel", "mlp"), "--kernel mlp: that is an op, and this is for kernels"),
+    ]:
+        code, out = run(*args)
         assert code == 2 and message in " ".join(out.split()), out
 
 

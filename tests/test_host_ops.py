@@ -6,6 +6,7 @@ elementwise function follow each other here, so that `close` allows 4 * (n + 16)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from linear_loss_kit import HALF_UNIT, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgen
+from kgen.dsl.host.scope import OPTIONS
 from kgen.runtime import events
 from kgen.runtime.errors import ArgumentError
 
@@ -198,6 +200,11 @@ def test_copies_and_pickles() -> None:
     assert again is not op and torch.equal(again(*TENSORS), op(*TENSORS))
 
 
+def test_options_are_what_no_parameter_may_be_called() -> None:
+    keywords = inspect.signature(type(MODULE.mlp).__call__).parameters.values()
+    assert tuple(p.name for p in keywords if p.kind is p.KEYWORD_ONLY) == OPTIONS
+
+
 def test_what_is_refused() -> None:
     x, up, down = TENSORS
     forward_only = kgen.loads("op f(x: T[B, H], w: T[V, H]) -> (y: T[B, V]):\n    forward:\n        y = x @ w.T\n").f
@@ -208,6 +215,18 @@ def test_what_is_refused() -> None:
         (lambda: MODULE.mlp(x, up, down.bfloat16()), "argument 'down' has dtype bf16"),
         (lambda: MODULE.mlp(x, up, down, chunk=0), "chunk must be a positive whole number of rows"),
         (lambda: MODULE.mlp(x, up, down, accumulate="f64"), "accumulate must be one of auto, param, f32"),
+        *[
+            (
+                lambda o=option, v=value: MODULE.mlp(x, up, down, **{o: v}),
+                f"mlp: {option} must be a positive .* or None",
+            )
+            for option, values in (
+                ("workspace_mb", ("3", True, float("nan"), float("inf"), -1.0, 0, [1.0], torch.tensor(1.0))),
+                ("chunk", ("3", True, 2.0, -1, [1], float("nan"))),
+            )
+            for value in values
+        ],
+        (lambda: MODULE.mlp(x, up, down, accumulate=3), "accumulate must be one of auto, param, f32, got 3"),
         (lambda: MODULE.mlp(x, up, [1.0]), "argument 'down' must be a torch.Tensor"),
         (lambda: forward_only(randn(2, 3).requires_grad_(), randn(4, 3)), "has no backward section; detach it"),
         (lambda: SOFTMAX.attend(randn(2, 3), randn(0, 3)), "requires V >= 1"),

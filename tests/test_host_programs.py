@@ -14,7 +14,7 @@ from kgen.codegen.host.lower import lower
 from kgen.codegen.host.text import plan_text
 from kgen.dsl import ast
 from kgen.dsl.check import check_module
-from kgen.dsl.diagnostics import Diagnostics, DslError
+from kgen.dsl.diagnostics import Diagnostic, Diagnostics, DslError
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.format import format_module, format_source
 from kgen.dsl.host.check import check_ops, elaborate_op, source_of
@@ -27,15 +27,20 @@ OPS = Path(__file__).resolve().parents[1] / "ops"
 GRADIENTS = ("x", "w", "bias", "up", "down")
 
 
-def mistakes(text: str) -> list[str]:
-    """The codes that `text` earns."""
+def reported(text: str) -> list[Diagnostic]:
+    """The mistakes of `text`. Raises DslError for those of its grammar."""
     module = parse_text(text)
     diagnostics = Diagnostics()
     check_module(module, diagnostics)
     check_ops(source_of(module), diagnostics)
     for d in diagnostics.items:
         assert d.help and d.span.line > 1
-    return [d.code for d in diagnostics.sorted()]
+    return list(diagnostics.sorted())
+
+
+def mistakes(text: str) -> list[str]:
+    """The codes that `text` earns."""
+    return [d.code for d in reported(text)]
 
 
 @pytest.mark.parametrize("code", HOST_CODES, ids=lambda c: c.code)
@@ -92,6 +97,53 @@ HEAD = "op f(x: T[B, H], w: T[V, H], s: T[H], k: i64[B], n: const i64, e: f32 = 
 )  # fmt: skip
 def test_mistakes(body, code):
     assert code in mistakes(COPY + EDIT + HEAD + "    forward:\n        " + body + "\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "help"),
+    [
+        ("y = x - w", "K0110", "a minus stands before numbers alone"),
+        ("y = x * w", "K0110", "the only operators are a @ b, a @ b + c and +="),
+        ("y = 2.0 * x @ w.T", "K0110", "what is computed of single elements stands in a kernel"),
+        ("y = x @ w.T + y + s", "K0110", "a product may have one matrix or row added"),
+        ("y = x == w", "K0110", "the only operators are"),
+        ("y = x[0:3] @ w.T", "K0110", "no slices but chunks: x[c] in for c in chunks(B):"),
+        ("y = x.sum(0)", "K0110", "tensors have no methods"),
+        ("y, z = x, w", "K0110", "only a call of a kernel gives several values"),
+        ("y = x w", "K0110", "y[c] = expression or name += expression"),
+        ("y = x if e else w", "K0110", "a choice by what is known beforehand is a statement"),
+        ("for c in range(3):\n            y = x", "K0110", "a loop is written for c in chunks(B):"),
+        ("for k in H by 4:\n            y = x", "K0110", "a loop is written for c in chunks(B):"),
+        ("tile n in H", "K0110", "indices are declared in kernels"),
+        ("if n == 3:\n            y = x\n        else if n == 2:\n            y = w", "K0110", "write elif condition:"),
+        ("return x", "K0126", "assign the output, as in y = x @ w.T"),
+        ("y = sum(x)", "K0602", "write a kernel that computes it, and call that"),
+        ("y = f(x, w, s)", "K0602", "ops call kernels only"),
+    ],
+)
+def test_advice_in_an_op_is_for_ops(line, code, help):
+    try:
+        found = reported(COPY + EDIT + HEAD + "    forward:\n        " + line + "\n")
+    except DslError as error:
+        found = list(error.diagnostics)
+    assert found[0].code == code and help in str(found[0].help), (found[0].code, found[0].help)
+
+
+def test_mistakes_name_things_as_they_are_written():
+    twice = (
+        "for c in chunks(B):\n            y[c] = x[c] @ w.T\n"
+        "        for c in chunks(B):\n            g: f32[c, c]\n            g = x[c] @ w.T"
+    )
+    for body, said in (
+        (twice, "a value of shape [c, V] is stored in one of shape [c, c]"),
+        ("g = copy(x)\n        g = copy(g)\n        two_(g, g)", "'g' is written by this call"),
+        ("for c in chunks(B):\n            two_(x[c], x)", "writes to 'x[c]', which is an argument of the op"),
+    ):
+        two = (
+            "kernel two_(x: inout T[*M, N], z: T[*K, N]):\n    parallel m in M, n in N\n    x[m, n] = x[m, n] * 2.0\n\n"
+        )
+        found = reported(COPY + EDIT + two + HEAD + "    forward:\n        " + body + "\n        y = x @ w.T\n")
+        assert any(said in d.message for d in found), [d.message for d in found]
 
 
 def test_leading_dimensions_of_one_star_are_the_same():

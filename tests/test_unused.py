@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from kgen.cli import app
 from kgen.dsl.check import check_module
-from kgen.dsl.check.unused import WARNING_CODES, unused
+from kgen.dsl.check.unused import WARNING_CODES
 from kgen.dsl.codes import EXAMPLE_FILES, Code
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.host.unused import unused
 from kgen.dsl.modules import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,6 +203,75 @@ backward f(w: T[N], saved_r: f32[N], d_y: T[N]) -> (d_x: T[N]):
 """,
         ["W0101 unsaved", "W0101 s"],
     ),
+}
+
+# Ops, behind a kernel that scales.
+_SCALED = """\
+kernel scaled(x: T[*M, N], s: f32 = 1.0) -> (y: T[*M, N]):
+    parallel m in M, n in N
+    y[m, n] = s * x[m, n]
+"""
+CASES |= {
+    f"op: {name}": (f"{_SCALED}\n{text}", expected)
+    for name, (text, expected) in {
+        "values and declarations": (
+            """
+op f(x: T[B, H]) -> (y: T[B, H]):
+    forward:
+        a = scaled(x)
+        b: f32[H, H]
+        c: f32[H, H]
+        c += x.T @ x
+        _d = scaled(x)
+        y = scaled(x)
+""",
+            ["W0101 a", "W0101 b", "W0101 c"],
+        ),
+        "parameters": (
+            """
+op f(x: T[B, H], w: T[H]?, v: T[B, H], e: f32 = 1.0, c: const bool = true) -> (y: T[B, H]):
+    forward:
+        y = scaled(x)
+""",
+            ["W0105 w", "W0105 v", "W0105 e", "W0105 c"],
+        ),
+        "what a choice, a loop, a size and a gradient use": (
+            """
+op f(x: T[B, H], like: T[V], w: T[H]?, k: const i32 = 2, flag: const bool = true) -> (y: T[B, H], z: T[V, V]):
+    forward:
+        a = scaled(x)
+        if flag:
+            b = scaled(x)
+        else:
+            b = scaled(x)
+        for c in chunks(B):
+            y[c] = scaled(x[c])
+        if w:
+            z = zeros(like)
+        else:
+            z = zeros(like)
+    backward(d_y, d_z):
+        if k == 2:
+            d_x = scaled(a)
+        else:
+            d_x = scaled(b)
+
+kernel zeros(v: T[N]) -> (y: T[N, N]):
+    parallel m in N, n in N
+    y[m, n] = v[m] * v[n]
+""",
+            [],
+        ),
+        "a loop that slices nothing": (
+            """
+op f(x: T[B, H]) -> (y: T[H, H]):
+    forward:
+        for c in chunks(B):
+            y += x.T @ x
+""",
+            ["W0104 c"],
+        ),
+    }.items()
 }
 
 

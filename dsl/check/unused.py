@@ -1,9 +1,9 @@
 """What is written and never used: values, functions, imports, indices, parameters. Warnings (W01xx), not mistakes.
 
-`unused` reads the syntax tree of a file without mistakes, so a name that one branch of a compile-time choice uses is
-used. A tensor that is read for its size alone is used. A name that begins with `_` is meant to be unused.
+Read is the syntax tree of a file without mistakes, so a name that one branch of a compile-time choice uses is used. A
+tensor that is read for its size alone is used. A name that begins with `_` is meant to be unused.
 
-Not looked at here: the statements of ops, and whether another file imports a function.
+Not looked at here: the statements of ops (`kgen.dsl.host.unused`), and whether another file imports a function.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kgen.dsl import ast
 from kgen.dsl.check.backward import SAVED
 from kgen.dsl.codes import Code
 from kgen.dsl.diagnostics import Diagnostic
+from kgen.dsl.host import ast as host
 from kgen.dsl.source import Span
 
 _TWICE = "kernel twice(x: T[N]) -> (y: T[N]):\n    parallel n in N\n"
@@ -55,8 +56,8 @@ WARNING_CODES: tuple[Code, ...] = (
 )
 
 
-def unused(module: ast.Module) -> list[Diagnostic]:
-    """A warning for each name in `module` that nothing uses, in order of position."""
+def kernels_unused(module: ast.Module) -> list[Diagnostic]:
+    """A warning for each name in `module`, but for those of ops, that nothing uses."""
     found = [*_imports_and_functions(module)]
     saved = {k.name: set[str]() for k in module.kernels}
     headers = {k.name: k for k in module.kernels}
@@ -66,10 +67,11 @@ def unused(module: ast.Module) -> list[Diagnostic]:
         found += _kernel(b, set(), optional)  # that an optional tensor is there says which calls the backward is for
     for k in module.kernels:
         found += _kernel(k, saved[k.name], set())
-    return sorted(found, key=lambda d: (d.span.line, d.span.column))
+    return found
 
 
-def _warning(code: str, what: str, name: str, span: Span, help: str = "remove it") -> Iterator[Diagnostic]:
+def warning(code: str, what: str, name: str, span: Span, help: str = "remove it") -> Iterator[Diagnostic]:
+    """That `name`, a `what`, is never used; nothing for a name that says so itself."""
     if not name.startswith("_"):
         yield Diagnostic(code, f"{what} '{name}' is never used", span, help=f"{help}, or begin its name with '_'")
 
@@ -77,7 +79,7 @@ def _warning(code: str, what: str, name: str, span: Span, help: str = "remove it
 def _imports_and_functions(module: ast.Module) -> Iterator[Diagnostic]:
     imported = {name for i in module.imports for name in i.names}
     own = [f for f in module.functions if f.name not in imported and "." not in f.name]
-    used = {name for node in (*own, *module.kernels, *module.backwards, *module.ops) for name in _uses(node)}
+    used = {name for node in (*own, *module.kernels, *module.backwards, *module.ops) for name in uses(node)}
     for i in module.imports:
         for name, span in zip(i.names, i.name_spans, strict=True):
             if name not in used:
@@ -85,33 +87,41 @@ def _imports_and_functions(module: ast.Module) -> Iterator[Diagnostic]:
     for f in own:
         # A file of functions alone is for others to import.
         if f.name not in used and (module.kernels or module.ops):
-            yield from _warning("W0102", "function", f.name, f.name_span)
-        inside = set(_uses(f.body))
+            yield from warning("W0102", "function", f.name, f.name_span)
+        inside = set(uses(f.body))
         for p in f.params:
             if p not in inside:
-                yield from _warning("W0105", f"parameter of '{f.name}'", p, f.name_span)
+                yield from warning("W0105", f"parameter of '{f.name}'", p, f.name_span)
 
 
 def _kernel(kernel: ast.Kernel, saved: set[str], optional: set[str]) -> Iterator[Diagnostic]:
-    used = set(_uses(kernel.body))
+    used = set(uses(kernel.body))
     seen = saved | set(used)
     for s in _statements(kernel.body):
         if isinstance(s, ast.Assign):
             for t in s.targets:
                 if isinstance(t, ast.Name) and t.id not in seen:
                     seen.add(t.id)
-                    yield from _warning("W0101", "value", t.id, t.span)
+                    yield from warning("W0101", "value", t.id, t.span)
         elif isinstance(s, ast.Bind):
             for b in s.bindings:
                 if b.index not in used:
-                    yield from _warning("W0104", "index", b.index, b.span)
+                    yield from warning("W0104", "index", b.index, b.span)
     stored = {t.tensor for t in _targets(kernel.body)}
-    sizes = {p.name: set(_uses(p.type)) for p in (*kernel.params, *kernel.outputs)}
+    sizes = {p.name: set(uses(p.type)) for p in (*kernel.params, *kernel.outputs)}
     needed = used.union(*(sizes[o.name] for o in kernel.outputs))
+    yield from unused_parameters(kernel.params, used | stored | optional, needed, sizes)
+
+
+def unused_parameters(
+    params: tuple[ast.Param, ...], used: set[str], needed: set[str], sizes: dict[str, set[str]]
+) -> Iterator[Diagnostic]:
+    """Parameters that are not `used` and that tell no size which is `needed`; `sizes` are the names in the type of each
+    parameter and output."""
     # What tells a size at every call: an optional tensor may be absent.
-    telling = [p.name for p in kernel.params if isinstance(p.type, ast.TensorType) and not p.type.optional]
-    for p in kernel.params:
-        if p.name in used | stored | optional:
+    telling = [p.name for p in params if isinstance(p.type, ast.TensorType) and not p.type.optional]
+    for p in params:
+        if p.name in used:
             continue
         if isinstance(p.type, ast.ScalarType):
             useless = not any(p.name in of for of in sizes.values())
@@ -120,7 +130,7 @@ def _kernel(kernel: ast.Kernel, saved: set[str], optional: set[str]) -> Iterator
             useless = p.type.optional or sizes[p.name] & needed <= told
         if useless:
             telling = [name for name in telling if name != p.name]
-            yield from _warning("W0105", "parameter", p.name, p.span)
+            yield from warning("W0105", "parameter", p.name, p.span)
 
 
 def _statements(body: tuple[ast.Stmt, ...]) -> Iterator[ast.Stmt]:
@@ -138,20 +148,23 @@ def _targets(body: tuple[ast.Stmt, ...]) -> Iterator[ast.Subscript]:
         yield from (t for t in targets if isinstance(t, ast.Subscript))
 
 
-def _uses(node: Any) -> Iterator[str]:
+def uses(node: Any) -> Iterator[str]:
     """The names that are read in any part of a syntax tree: names, tensors that are loaded, what is called."""
     if isinstance(node, tuple):
         for part in node:  # pyright: ignore[reportUnknownVariableType]
-            yield from _uses(part)
+            yield from uses(part)
     elif isinstance(node, ast.Assign):
         for t in node.targets:
-            yield from _uses(t.indices) if isinstance(t, ast.Subscript) else ()
-        yield from _uses(node.values)
+            yield from uses(t.indices) if isinstance(t, ast.Subscript) else ()
+        yield from uses(node.values)
     elif isinstance(node, ast.Accumulate):
-        yield from _uses((node.target.indices, node.value))
+        yield from uses((node.target.indices, node.value))
+    elif isinstance(node, host.Assign | host.Accumulate):  # whose slices name chunks
+        targets = node.targets if isinstance(node, host.Assign) else (node.target,)
+        yield from uses((*(t.indices for t in targets if isinstance(t, ast.Subscript)), node.value))
     elif is_dataclass(node) and not isinstance(node, Span):
         for attribute in ("id", "tensor", "func"):
             if isinstance(name := getattr(node, attribute, None), str):
                 yield name
         for field in fields(node):
-            yield from _uses(getattr(node, field.name))
+            yield from uses(getattr(node, field.name))

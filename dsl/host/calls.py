@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
+from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, REDUCTIONS
 from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
-from kgen.dsl.host.scope import Scope, shape_text
+from kgen.dsl.host.scope import Scope, Stop, shape_text
 
 if TYPE_CHECKING:
     from kgen.dsl.host.expressions import Expressions
@@ -31,9 +32,7 @@ class Calls:
         scope = self.scope
         callee = scope.callees.get(e.func)
         if callee is None:
-            known = sorted(scope.callees)
-            hint = suggestion(e.func, known) if known else "define it in this file, or import it"
-            raise scope.fail("K0602", f"unknown kernel '{e.func}'", e.func_span, hint)
+            raise self.unknown(e)
         signature = callee.signature
         if drop:
             targets, hints = (None,) * len(signature.outputs), tuple(o.name for o in signature.outputs)
@@ -74,7 +73,7 @@ class Calls:
                         "K0605",
                         f"the dtype of output '{o.name}' follows from no argument",
                         e.span,
-                        f"store it in a tensor that is declared, as in {hint}: f32{shape_text(shape)}",
+                        f"store it in a tensor that is declared, as in {hint}: f32{scope.shown(shape)}",
                     )
                 target = scope.tensor(hint, dtype, shape, "value", e.span)
             self.expressions.fits(target, shape, dtype, e.span)
@@ -84,6 +83,19 @@ class Calls:
         scope.used.add(e.func)
         scope.body.append(ir.Launch(e.func, tuple(arguments), updated, tuple(results), e.span))
         return results
+
+    def unknown(self, e: host.Call) -> Stop:
+        """Report a call of what is no kernel."""
+        known = sorted(self.scope.callees)
+        if e.func in self.scope.ops:
+            message, hint = f"'{e.func}' is an op", "ops call kernels only: write its statements here"
+        elif e.func in {*CALLABLE_OPS, *REDUCTIONS, *COMPOSITE_REDUCTIONS}:
+            message = f"'{e.func}' is a function of elements"
+            hint = "write a kernel that computes it, and call that"
+        else:
+            message = f"unknown kernel '{e.func}'"
+            hint = suggestion(e.func, known) if known else "define it in this file, or import it"
+        return self.scope.fail("K0602", message, e.func_span, hint)
 
     def bound(self, e: host.Call, signature: Signature) -> dict[str, host.Expr]:
         """The arguments by parameter."""
@@ -205,10 +217,10 @@ class Calls:
                 raise scope.fail(
                     "K0604",
                     f"parameter '{p.name}' of '{e.func}' has the shape {shape_text(p.shape)}, "
-                    f"here {shape_text(expected)}",
+                    f"here {scope.shown(expected)}",
                     v.span,
                     "pass a tensor of that shape",
-                    label=f"shape {shape_text(v.shape)}",
+                    label=f"shape {self.scope.shown(v.shape)}",
                 )
         return out
 
@@ -225,10 +237,10 @@ class Calls:
                 raise self.scope.fail(
                     "K0604",
                     f"parameter '{p.name}' of '{e.func}' has other leading dimensions than '{by[p.shape[0]]}', "
-                    f"{shape_text(out[p.shape[0]])}",
+                    f"{self.scope.shown(out[p.shape[0]])}",
                     v.span,
                     "pass tensors whose dimensions in the place of the starred one are the same",
-                    label=f"shape {shape_text(v.shape)}",
+                    label=f"shape {self.scope.shown(v.shape)}",
                 )
             by.setdefault(p.shape[0], p.name)
         return out
@@ -248,7 +260,7 @@ class Calls:
             f"parameter '{p.name}' of '{e.func}' has the shape {shape_text(p.shape)}",
             v.span,
             f"pass a tensor with {len(p.shape)} dimensions",
-            label=f"shape {shape_text(v.shape)}",
+            label=f"shape {self.scope.shown(v.shape)}",
         )
 
     def check_writes(self, e: host.Call, tensors: list[tuple[TensorParam, ir.View]], results: list[ir.View]) -> None:
@@ -260,16 +272,17 @@ class Calls:
                 what = "an argument of the op" if scope.tensors[v.tensor].role == "in" else "an incoming gradient"
                 raise scope.fail(
                     "K0607",
-                    f"'{e.func}' writes to '{v.tensor}', which is {what}",
+                    f"'{e.func}' writes to '{v.span.text}', which is {what}",
                     v.span,
                     "copy it with a kernel first",
                 )
         everything = [v for _, v in tensors] + results
         for v in (*written, *results):
-            if sum(v.tensor == other.tensor for other in everything) > 1:
+            same = [other for other in everything if other.tensor == v.tensor]
+            if len(same) > 1:
                 raise scope.fail(
                     "K0608",
-                    f"'{v.tensor}' is written by this call and is also another argument",
+                    f"'{same[0].span.text}' is written by this call and is also another argument",
                     v.span if v in written else e.span,
                     "pass a tensor of its own",
                 )

@@ -19,7 +19,7 @@ from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, F32
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
-from kgen.dsl.host.scope import GRADIENT, Callee, HostSpecialization, Scope, Stop
+from kgen.dsl.host.scope import GRADIENT, OPTIONS, Callee, HostSpecialization, Scope, Stop
 from kgen.dsl.host.statements import Statements, gradient_of
 from kgen.dsl.source import Span
 
@@ -45,7 +45,7 @@ def check_ops(source: Source, diagnostics: Diagnostics) -> None:
     for ref in source.imported if source.ops else ():
         own = [b for b in ref.module.backwards if b.name == ref.name]
         check_module(replace(ref.module, kernels=(_declared(ref),), backwards=tuple(own)), diagnostics)
-    callees = _callees(source)
+    callees, ops = _callees(source), frozenset(o.name for o in source.ops)
     names: dict[str, Span] = {n: _declared(r).name_span for n, r in source.kernels.items()}
     for op in source.ops:
         if op.name in names:
@@ -65,7 +65,7 @@ def check_ops(source: Source, diagnostics: Diagnostics) -> None:
             continue
         choices = Choices()
         while True:
-            _elaborate(op, signature, callees, diagnostics, None, choices)
+            _elaborate(op, signature, callees, ops, diagnostics, None, choices)
             if not choices.next_path():
                 break
 
@@ -78,7 +78,7 @@ def elaborate_op(source: Source, name: str, spec: HostSpecialization) -> ir.Prog
     diagnostics = Diagnostics()
     signature = _signature(op, diagnostics)
     diagnostics.raise_if_errors()
-    program = _elaborate(op, signature, _callees(source), diagnostics, spec, Choices())
+    program = _elaborate(op, signature, _callees(source), frozenset(), diagnostics, spec, Choices())
     diagnostics.raise_if_errors()
     assert program is not None
     return program
@@ -127,6 +127,13 @@ def _signature(op: host.Op, diagnostics: Diagnostics) -> Signature:
         if isinstance(p, TensorParam) and p.role == "inout":
             diagnostics.error(
                 "K0607", f"'{p.name}' of an op is inout", p.span, help="an op writes its outputs only: remove inout"
+            )
+        if p.name in OPTIONS:
+            diagnostics.error(
+                "K0617",
+                f"'{p.name}' is what a caller passes to every op",
+                p.span,
+                help=f"give the parameter another name, such as {p.name}_; taken are {', '.join(OPTIONS)}",
             )
         if p.name.startswith(GRADIENT) and any(p.name == GRADIENT + o.name for o in signature.params):
             diagnostics.error(
@@ -189,13 +196,14 @@ def _elaborate(
     op: host.Op,
     signature: Signature,
     callees: Mapping[str, Callee],
+    ops: frozenset[str],
     diagnostics: Diagnostics,
     spec: HostSpecialization | None,
     choices: Choices,
 ) -> ir.Program | None:
     """One elaboration on one path; None if it found a mistake."""
     before = len(diagnostics.items)
-    scope = Scope(signature, callees, diagnostics, spec, choices)
+    scope = Scope(signature, callees, diagnostics, spec, choices, ops)
     scope.taken = {p.name for p in signature.params}
     for name, p in scope.inputs.items():
         if scope.is_present(p) if p.optional and spec is not None else not p.optional:

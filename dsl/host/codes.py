@@ -113,4 +113,10 @@ HOST_CODES: tuple[Code, ...] = (
         _forward("y = all_sum(x) @ w.T", header="op f(x: f32[B, H], w: f32[V, H]) -> (y: f32[B, V]):"),
         _forward("a = x @ w.T", "y = all_sum(a)", header="op f(x: f32[B, H], w: f32[V, H]) -> (y: f32[B, V]):"),
     ),
+    Code(
+        "K0617",
+        "a parameter with the name of an option of every call",
+        _forward("y = scaled(x, s=chunk)", header="op f(x: T[B, H], chunk: f32 = 1.0) -> (y: T[B, H]):"),
+        _forward("y = scaled(x, s=factor)", header="op f(x: T[B, H], factor: f32 = 1.0) -> (y: T[B, H]):"),
+    ),
 )

@@ -37,7 +37,7 @@ def collective(e: host.Call, expressions: Expressions, target: ir.View | None, h
     tensor = scope.tensors[source.tensor]
     if tensor.role != "value":
         what = "an argument of the op" if tensor.role == "in" else "an incoming gradient"
-        raise scope.fail("K0616", f"'{e.func}' of '{source.tensor}', which is {what}", source.span,
+        raise scope.fail("K0616", f"'{e.func}' of '{source.span.text}', which is {what}", source.span,
                          "collectives take what the op computed: copy it with a kernel first")  # fmt: skip
     if source.chunks or source.transposed:
         what = "a transpose" if source.transposed else "a slice"

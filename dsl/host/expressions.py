@@ -10,7 +10,7 @@ from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
 from kgen.dsl.host.collectives import collective, is_collective
-from kgen.dsl.host.scope import Scope, Stop, shape_text
+from kgen.dsl.host.scope import Scope, Stop
 from kgen.dsl.source import Span
 
 
@@ -100,7 +100,7 @@ class Expressions:
                 )
             axes = [k for k, d in enumerate(shape) if d == Poly.sym(loop.dim)]
             if len(axes) != 1:
-                have = "has it more than once" if axes else f"has the shape {shape_text(tuple(shape))}"
+                have = "has it more than once" if axes else f"has the shape {self.scope.shown(tuple(shape))}"
                 raise scope.fail(
                     "K0611",
                     f"'{loop.index}' is a chunk of dimension {loop.dim}, and '{e.tensor}' {have}",
@@ -116,7 +116,7 @@ class Expressions:
         """The transpose of a matrix."""
         if len(v.shape) != 2:
             raise self.scope.fail(
-                "K0604", f".T of a tensor of shape {shape_text(v.shape)}", span, "only a matrix has a transpose"
+                "K0604", f".T of a tensor of shape {self.scope.shown(v.shape)}", span, "only a matrix has a transpose"
             )
         return ir.View(v.tensor, v.chunks, not v.transposed, v.dtype, v.shape[::-1], span)
 
@@ -138,7 +138,11 @@ class Expressions:
         for v in (left, right):
             if len(v.shape) != 2:
                 raise scope.fail(
-                    "K0604", "'@' takes matrices", v.span, "the shape is " + shape_text(v.shape), label="no matrix"
+                    "K0604",
+                    "'@' takes matrices",
+                    v.span,
+                    "the shape is " + self.scope.shown(v.shape),
+                    label="no matrix",
                 )
             if any(d.kind != "float" for d in scope.dtypes(v.dtype)):
                 raise scope.fail("K0605", f"'@' of {v.dtype} values", v.span, "it takes floating-point matrices")
@@ -148,7 +152,7 @@ class Expressions:
                 "the inner dimensions of '@' differ",
                 e.span,
                 "transpose one with .T" if left.shape[1] in right.shape else "they must be one dimension",
-                label=f"{shape_text(left.shape)} @ {shape_text(right.shape)}",
+                label=f"{scope.shown(left.shape)} @ {scope.shown(right.shape)}",
             )
         self.same_dtype(left, right, "@")
         shape = (left.shape[0], right.shape[1])
@@ -158,9 +162,9 @@ class Expressions:
             if plus.shape not in (shape, shape[1:]):
                 raise scope.fail(
                     "K0604",
-                    f"a tensor of shape {shape_text(plus.shape)} is added to a product of shape {shape_text(shape)}",
+                    f"a tensor of shape {scope.shown(plus.shape)} is added to a product of shape {scope.shown(shape)}",
                     plus.span,
-                    f"add a matrix {shape_text(shape)}, or a row {shape_text(shape[1:])}",
+                    f"add a matrix {scope.shown(shape)}, or a row {scope.shown(shape[1:])}",
                 )
             self.same_dtype(left, plus, "+")
         if target is None:
@@ -203,9 +207,10 @@ class Expressions:
     def fits(self, target: ir.View, shape: tuple[Poly, ...], dtype: str | None, span: Span) -> None:
         """Report a value that does not have the shape, or the dtype, of what it is stored in."""
         if target.shape != shape:
+            shown = self.scope.shown
             raise self.scope.fail(
                 "K0604",
-                f"a value of shape {shape_text(shape)} is stored in one of shape {shape_text(target.shape)}",
+                f"a value of shape {shown(shape)} is stored in one of shape {shown(target.shape)}",
                 span,
                 "store all of it: the shapes must be the same",
             )
@@ -223,7 +228,7 @@ class Expressions:
             if v.tensor == target.tensor:
                 raise self.scope.fail(
                     "K0608",
-                    f"'{v.tensor}' is read and written by one statement",
+                    f"'{v.span.text}' is read and written by one statement",
                     span,
                     "store the result under another name",
                 )

@@ -15,6 +15,8 @@ from kgen.dsl.host import ir
 from kgen.dsl.source import Span
 
 GRADIENT = "d_"  # before the name of a parameter: its gradient
+# What a caller passes by keyword besides the parameters.
+OPTIONS = ("backend", "workspace_mb", "accumulate", "chunk", "group")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Scope:
     diagnostics: Diagnostics
     spec: HostSpecialization | None
     choices: Choices
+    ops: frozenset[str] = frozenset()  # of the file
     tensors: dict[str, ir.Tensor] = field(default_factory=dict)
     names: dict[str, ir.View] = field(default_factory=dict)  # the user's name -> what it stands for now
     results: dict[str, TensorParam] = field(default_factory=dict)  # outputs and gradients that may be assigned
@@ -143,7 +146,7 @@ class Scope:
                 if not _grows(p, loop.chunk):
                     raise self.fail(
                         "K0604",
-                        f"the size {p} may shrink where chunk '{loop.index}' grows",
+                        f"the size {self.shown((p,))[1:-1]} may shrink where chunk '{loop.index}' grows",
                         span,
                         "memory is taken for the largest chunk: make its shape grow with the chunk",
                     )
@@ -152,6 +155,11 @@ class Scope:
         if role != "value":
             self.written.add(name)
         return ir.View(name, (), False, dtype, shape, span)
+
+    def shown(self, shape: tuple[Poly, ...]) -> str:
+        """A shape as the user would write it here: the rows of a chunk by its index."""
+        indices = {loop.chunk: Poly.sym(loop.index) for loop in self.loops}
+        return shape_text(tuple(p.substitute(indices) for p in shape))
 
     def kind(self, name: str) -> str | None:
         """What a name that cannot be a value means."""

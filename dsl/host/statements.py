@@ -149,7 +149,12 @@ class Statements:
         if scope.tensors[v.tensor].role != "value":
             raise scope.fail("K0607", f"'{v.tensor}' is an argument and cannot be assigned", t.span, "use a new name")
         if v.tensor in scope.sums:
-            raise scope.fail("K0607", f"'{v.tensor}' is a sum and is also assigned", t.span, "use a name for each")
+            raise scope.fail(
+                "K0607",
+                f"'{t.id if isinstance(t, ast.Name) else t.tensor}' is a sum and is also assigned",
+                t.span,
+                "use a name for each",
+            )
         return ir.View(v.tensor, v.chunks, v.transposed, v.dtype, v.shape, t.span)
 
     # -- values --------------------------------------------------------------------------------------------------

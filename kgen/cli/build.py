@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +13,13 @@ from kgen.cli.options import (
     ConstOption,
     DimOption,
     DtypeOption,
+    GradientsOption,
     WithOption,
     WithoutOption,
     architectures,
     choices,
     refuse_unknown,
+    wanted_gradients,
 )
 from kgen.dsl import ast
 
@@ -49,9 +50,7 @@ def build(
         bool,
         typer.Option("--backward", help="Each kernel's training form and backward too, derived or written by hand."),
     ] = False,
-    gradients: Annotated[
-        str, typer.Option("--gradients", metavar="x,w", help="Of an op: whose gradients; all, none, or parameters.")
-    ] = "all",
+    gradients: GradientsOption = "all",
     accumulate: Annotated[
         str, typer.Option("--accumulate", help="Of an op: how sums over chunks are held; auto, param or f32.")
     ] = "auto",
@@ -107,7 +106,9 @@ def build(
         raise UsageError(f"there is no kernel in {', '.join(map(str, wanted))}")
     how = choices(dim, dtype, const, present, absent)
     refuse_unknown(how, [k if isinstance(k, ast.Kernel) else k.header for _, _, k in items])
-    asked = _gradients(gradients, [k for _, _, k in items])
+    asked = wanted_gradients(gradients)
+    if gradients != "all" and all(isinstance(k, ast.Kernel) for _, _, k in items):
+        raise UsageError("--gradients is for ops, and none is built")
     places = _places([p for p, _, _ in items], folder)
     tasks = [
         Job(
@@ -159,20 +160,6 @@ def _backwards(tasks: list[Job], named: set[str]) -> list[Job]:
             why = error.diagnostics[0].brief()
             err().print(f"no backward of {task.name}: {why}", markup=False)
     return out
-
-
-def _gradients(text: str, items: Sequence[ast.Kernel | Op]) -> tuple[str, ...] | None:
-    """The parameters that `--gradients` names, None for all that have a gradient."""
-    if text == "all":
-        return None
-    if not any(not isinstance(k, ast.Kernel) for k in items):
-        raise UsageError("--gradients is for ops, and none is built")
-    if text == "none":
-        return ()
-    names = tuple(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
-    if not names:
-        raise UsageError("--gradients: name parameters, as in --gradients x,w, or write all or none")
-    return names
 
 
 def _places(paths: list[Path], folder: Path) -> dict[Path, Path]:

@@ -10,31 +10,32 @@ import typer
 from kgen.cli.app import MISTAKES, UsageError, coloured, err, out, print_json, show_error
 from kgen.cli.files import as_data, chosen, read
 from kgen.dsl import ast
-from kgen.dsl.check.unused import unused
 from kgen.dsl.diagnostics import Diagnostic, DslError, KgenError
+from kgen.dsl.host.unused import unused
 from kgen.dsl.source import Span
 
 
 def check(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE[:KERNEL]|FOLDER...", help="What to check.", show_default=False)
+        list[str], typer.Argument(metavar="FILE[:NAME]|FOLDER...", help="What to check.", show_default=False)
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the mistakes as JSON on standard output.")] = False,
 ) -> None:
     """Check files: grammar, names, index sets, bounds and races, along every compile-time choice.
 
     Every mistake of every file is reported in one run, each with a code of docs/errors.md. Nothing is compiled. Names
-    that nothing uses are warnings (W01xx), which leave the exit code as it is. Where
-    a kernel is named, mistakes in the other kernels and ops of its file are left out.
+    that nothing uses are warnings (W01xx), which leave the exit code as it is. Where a kernel or an op is named,
+    mistakes in the others of its file are left out.
 
     Examples:
         kgen check ops/
         kgen check swiglu.kdsl:geglu
+        kgen check fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy
         kgen check rms_norm.kdsl --json
     """
     wanted = chosen(files)
     paths = list(wanted)
-    kernels = wrong_files = 0
+    kernels = ops = wrong_files = 0
     mistakes: list[dict[str, object]] = []
     console = err()
     seen: set[str] = set()
@@ -44,7 +45,8 @@ def check(
             names = wanted[path]
             module = read(path, names).module
             modules.append((module, names))
-            kernels += len(module.kernels) if names is None else len(names & {k.name for k in module.kernels})
+            kernels += len([k for k in module.kernels if names is None or k.name in names])
+            ops += len([o for o in module.ops if names is None or o.name in names])
         except UsageError:
             raise
         except KgenError as error:
@@ -70,23 +72,30 @@ def check(
     also = f", {_count(len(warnings), 'warning')}" if warnings else ""
     if as_json:
         found = {"errors": mistakes, "warnings": as_data(warnings)}
-        print_json({"files": len(paths), "kernels": kernels, **found})
+        print_json({"files": len(paths), "kernels": kernels, "ops": ops, **found})
     elif mistakes:
         console.print(f"{_count(len(mistakes), 'error')} in {wrong_files} of {_count(len(paths), 'file')}{also}")
     else:
-        out().print(f"{_count(len(paths), 'file')}, {_count(kernels, 'kernel')}: no errors{also}")
+        counts = [_count(n, what) for n, what in ((kernels, "kernel"), (ops, "op")) if n] or ["no kernels"]
+        out().print(f"{_count(len(paths), 'file')}, {', '.join(counts)}: no errors{also}")
     if mistakes:
         raise typer.Exit(MISTAKES)
 
 
 def _warnings(modules: list[tuple[ast.Module, set[str] | None]]) -> list[Diagnostic]:
     """What nothing uses in the files without mistakes: a function only if none of the others imports it, and where
-    kernels are chosen only what lies in them and in their backwards."""
+    kernels and ops are chosen only what lies in them and in the backwards of kernels."""
     imported = {_place(f.name_span) for m, _ in modules for f in m.functions if f.name_span.source.path != m.path}
     found: list[Diagnostic] = []
     for module, names in modules:
         wanted = [k for k in (*module.kernels, *module.backwards) if names is None or k.name in names]
         lines = {n for k in wanted for n in range(k.span.line, max(s.span.end_line for s in k.body) + 1)}
+        lines |= {
+            n
+            for o in module.ops
+            if names is not None and o.name in names
+            for n in range(o.span.line, o.span.end_line + 1)
+        }
         for d in unused(module):
             inside = d.span.line in lines
             if (inside or names is None) and not (d.code == "W0102" and _place(d.span) in imported):

@@ -146,9 +146,12 @@ def _check_dtypes(names: tuple[str, ...]) -> None:
 def _kernels(files: list[str], only: list[str] | None) -> list[tuple[Path, str]]:
     if not files:
         raise UsageError("name a .kdsl file or a folder with some")
-    found = [(path, k.name) for path, names in chosen(files).items() for k in selected(read(path).module, names)]
+    modules = [(path, read(path).module, names) for path, names in chosen(files).items()]
+    found = [(path, k.name) for path, module, names in modules for k in selected(module, names)]
     if only:
         missing = set(only) - {name for _, name in found}
+        for name in sorted(missing & {o.name for _, module, _ in modules for o in module.ops}):
+            raise UsageError(f"--kernel {name}: that is an op, and this is for kernels")
         if missing:
             raise UsageError(
                 f"--kernel {min(missing)}: there is no such kernel; there are {', '.join(n for _, n in found)}"

@@ -65,6 +65,10 @@ def read(path: Path, names: set[str] | None = None) -> LoadedModule:
     module, source = loaded.module, source_of(loaded.module)
     if names is not None:
         ops = {o.name for o in module.ops}
+        known = [k.name for k in (*module.kernels, *module.ops)]
+        for name in sorted(names - set(known)):
+            what = "kernel or op" if ops else "kernel"
+            raise UsageError(f"{path} has no {what} '{name}'; {_nearest(name, known)}")
         kernels = tuple(selected(module, names - ops))
         backwards = tuple(b for b in module.backwards if b.name in names)
         module = replace(module, kernels=kernels, backwards=backwards)
@@ -116,9 +120,14 @@ def kernel_of(module: ast.Module, name: str | None) -> ast.Kernel:
     for k in module.kernels:
         if k.name == name:
             return k
+    if any(o.name == name for o in module.ops):
+        raise UsageError(f"'{name}' is an op, and this is for kernels; {module.path} has {', '.join(names)}")
+    raise UsageError(f"{module.path} has no kernel '{name}'; {_nearest(name, names)}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, 1)
-    hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(names)}"
-    raise UsageError(f"{module.path} has no kernel '{name}'; {hint}")
+    return f"did you mean '{close[0]}'?" if close else f"it has {', '.join(names)}"
 
 
 def as_data(diagnostics: Iterable[Diagnostic]) -> list[dict[str, object]]:

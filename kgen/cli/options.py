@@ -41,6 +41,28 @@ WithoutOption = Annotated[
     typer.Option("--without", metavar="w", rich_help_panel=_PANEL, help="An optional tensor that is absent."),
 ]
 
+GradientsOption = Annotated[
+    str,
+    typer.Option(
+        "--gradients",
+        metavar="x,w",
+        rich_help_panel=_PANEL,
+        help="Of an op: whose gradients; all, none, or names.",
+    ),
+]
+
+
+def wanted_gradients(text: str) -> tuple[str, ...] | None:
+    """The parameters that `--gradients` names, None for all that have a gradient. Raises UsageError for none at all."""
+    if text == "all":
+        return None
+    if text == "none":
+        return ()
+    names = tuple(dict.fromkeys(n.strip() for n in text.split(",") if n.strip()))
+    if not names:
+        raise UsageError("--gradients: name parameters, as in --gradients x,w, or write all or none")
+    return names
+
 
 def choices(
     dim: list[str] | None,

@@ -15,11 +15,13 @@ from kgen.cli.options import (
     ConstOption,
     DimOption,
     DtypeOption,
+    GradientsOption,
     WithOption,
     WithoutOption,
     architectures,
     choices,
     refuse_unknown,
+    wanted_gradients,
 )
 from kgen.dsl.diagnostics import DslError
 
@@ -54,6 +56,7 @@ class _Compiled:
     backend: str
     arch: str
     machine: Callable[[], Machine]
+    gradients: tuple[str, ...] | None  # of an op: those of which parameters, None for all that have one
 
 
 def show(
@@ -74,6 +77,7 @@ def show(
     const: ConstOption = None,
     present: WithOption = None,
     absent: WithoutOption = None,
+    gradients: GradientsOption = "all",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object: the text of each stage, of cost its figures.")
     ] = False,
@@ -97,6 +101,7 @@ def show(
         kgen show rms_norm.kdsl --stage cost --gpu a100 --dim N=8192
         kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
         kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan
+        kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan --gradients x
     """
     from kgen.cli.cost import machine_of
 
@@ -109,6 +114,9 @@ def show(
     (target_arch, *more) = architectures(arch or "sm_90")
     if more:
         raise UsageError("--arch: show takes one architecture")
+    asked = wanted_gradients(gradients)
+    if asked is not None and not {"plan", "cost"} & set(stages):
+        raise UsageError("--gradients is for the plan and the cost of an op")
     module = read(existing(path)).module
     if name is None and set(stages) <= {"source", "ast"}:
         texts = {s: _Shown(_module_text(module, s)) for s in stages}
@@ -116,8 +124,10 @@ def show(
         chosen = choices(dim, dtype, const, present, absent)
         op = _op_of(module, name, stages)
         declared = op.header if op is not None else kernel_of(module, name)
+        if op is None and asked is not None:
+            raise UsageError(f"--gradients is for ops, and {declared.name} is a kernel")
         refuse_unknown(chosen, [declared])
-        how = _Compiled(chosen, backend, target_arch, lambda: machine_of(gpu, target_arch, arch is not None))
+        how = _Compiled(chosen, backend, target_arch, lambda: machine_of(gpu, target_arch, arch is not None), asked)
         texts = _op_texts(module, op, stages, how) if op is not None else _texts(module, declared, stages, how)
     if as_json:
         print_json({s: shown.text if shown.data is None else shown.data for s, shown in texts.items()})
@@ -167,7 +177,7 @@ def _op_texts(module: ast.Module, op: Op, stages: list[str], how: _Compiled) -> 
     made = {
         "source": lambda: _Shown("\n".join(op.span.source.lines[op.span.line - 1 : op.span.end_line])),
         "ast": lambda: _Shown(tree_text(op)),
-        "plan": lambda: _Shown(text(module, op, how.chosen)),
+        "plan": lambda: _Shown(text(module, op, how.chosen, how.gradients)),
         "cost": lambda: _op_cost(module, op, how),
     }
     return {stage: made[stage]() for stage in stages}
@@ -177,7 +187,7 @@ def _op_cost(module: ast.Module, op: Op, how: _Compiled) -> _Shown:
     from kgen.cli.cost import op_data, op_text
     from kgen.runtime.host.cost import op_cost
 
-    found = op_cost(module, op, how.chosen, how.machine())
+    found = op_cost(module, op, how.chosen, how.machine(), how.gradients)
     return _Shown(op_text(found), op_data(found))
 
 

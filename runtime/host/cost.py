@@ -73,15 +73,18 @@ class OpCost:
         return sum(s.floor.seconds for s in self.steps if s.product)
 
 
-def op_cost(module: ast.Module, op: host.Op, choices: Choices, machine: Machine) -> OpCost:
-    """The cost of `op` of the checked `module` under `choices`, on `machine`.
+def op_cost(
+    module: ast.Module, op: host.Op, choices: Choices, machine: Machine, gradients: Sequence[str] | None = None
+) -> OpCost:
+    """The cost of `op` of the checked `module` under `choices`, on `machine`, with the gradients of the parameters
+    `gradients`; None: of all that have one.
 
     Raises ArgumentError for a choice that does not fit the signature, and for a dimension without a size.
     """
-    found, sizes = planned(module, op, choices)
+    found, sizes = planned(module, op, choices, gradients)
     if sizes is None:
         raise ArgumentError(f"{op.name}: its cost needs the size of every dimension; give them, as in --dim B=8192")
-    made = replace(op_target(module, op, choices, None, sizes.accumulate), plan=found)
+    made = replace(op_target(module, op, choices, gradients, sizes.accumulate), plan=found)
     counter = _Counter(made, machine)
     steps = [
         counter.step(s, direction, lengths)
