@@ -8,7 +8,7 @@ little time has tried what matters. The default schedule is always the first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import log2, prod
 from typing import Any
@@ -80,7 +80,7 @@ def candidates(
 def _sameness(s: Scheduled) -> tuple[Any, ...]:
     """What tells the programs of two schedules of one kernel apart."""
     own = s.schedule
-    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs)
+    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages)
     vector = max((a.vector for a in _axes(s)), default=1)
     return (*shape, vector, *(_sameness(t) for t in s.then))
 
@@ -94,6 +94,7 @@ def _distance(a: Schedule, b: Schedule) -> float:
     """Doublings between two schedules."""
     steps = abs(log2(a.threads / b.threads)) + abs(log2(a.rows / b.rows)) + abs(log2(a.vector / b.vector))
     steps += abs(log2(a.programs / b.programs)) if a.programs and b.programs else 0.0
+    steps += abs(log2(a.stages / b.stages))
     before, after = dict(a.chunks), dict(b.chunks)
     for axis in before.keys() | after.keys():
         if axis in before and axis in after:
@@ -158,10 +159,12 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
 def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
     s = default.schedule
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
-        yield from _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default)))
+        for knobs in _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default))):
+            yield from _stages(knobs) if default.sums is not None else (knobs,)
     for threads in (128, 256, 512, 1024):
         for chunks in _chunkings(default, [1 << i for i in range(10, 16)]):
-            yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
+            for knobs in _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks)):
+                yield from _stages(knobs)
 
 
 def _whole(default: Scheduled) -> tuple[tuple[str, int], ...]:
@@ -193,7 +196,15 @@ def _blocks(default: Scheduled, knobs: Knobs) -> Iterator[Knobs]:
         threads = knobs.threads or default.schedule.threads
         for blocks in (1, 2, 4, 8, 16):
             if blocks <= MOST_BLOCKS and blocks * threads <= _THREADS:
-                yield Knobs(knobs.threads, knobs.rows, knobs.vector, knobs.chunks, blocks)
+                yield replace(knobs, blocks=blocks)
+
+
+def _stages(knobs: Knobs) -> Iterator[Knobs]:
+    """`knobs`, and with the loads of more iterations of a loop in flight, for the usual number of programs."""
+    yield knobs
+    for stages in (2, 3, 4):
+        if knobs.blocks is None:
+            yield replace(knobs, stages=stages)
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ MOST_THREADS = 1024  # a program, on every device
 MOST_ROWS = 1 << 20
 MOST_VECTOR = 16
 MOST_BLOCKS = 32  # programs that a multiprocessor holds, of any architecture
+MOST_STAGES = 8
+_SIZES = ("threads", "rows", "vector", "blocks", "stages")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Knobs:
     threads: a program (Triton: 32 times its warps). rows: row indices `p` that a program takes (points, where the
     kernel is flat). vector: the most elements that a CUDA thread moves at once. chunks: elements taken at a time, for
     each tile index named; at least its extent is the whole index. blocks: of a kernel that sums over programs, how many
-    of them a multiprocessor is to hold. by: who set them, for people to read; it takes no part in comparisons.
+    of them a multiprocessor is to hold. stages: how many iterations of a Triton program's innermost loops are in flight
+    at once. by: who set them, for people to read; it takes no part in comparisons.
     """
 
     threads: int | None = None
@@ -38,11 +41,12 @@ class Knobs:
     vector: int | None = None
     chunks: tuple[tuple[str, int], ...] = ()
     blocks: int | None = None
+    stages: int | None = None
     by: str = field(default="caller", compare=False)
 
     def data(self) -> dict[str, object]:
         """What is set, as plain data that `read` takes."""
-        sizes = {n: getattr(self, n) for n in ("threads", "rows", "vector", "blocks")}
+        sizes = {n: getattr(self, n) for n in _SIZES}
         out: dict[str, object] = {n: v for n, v in sizes.items() if v is not None}
         return out | ({"chunks": dict(self.chunks)} if self.chunks else {})
 
@@ -54,10 +58,10 @@ class Knobs:
         for name, value in data.items():
             if name == "chunks" and isinstance(value, Mapping):
                 chunks = {str(axis): _whole_number(f"chunk of {axis}", n) for axis, n in value.items()}
-            elif name in ("threads", "rows", "vector", "blocks"):
+            elif name in _SIZES:
                 sizes[name] = _whole_number(name, value)
             else:
-                raise ScheduleError(f"there is no knob '{name}'; they are threads, rows, vector, chunks and blocks")
+                raise ScheduleError(f"there is no knob '{name}'; they are {', '.join(_SIZES)} and chunks")
         return Knobs(**sizes, chunks=tuple(chunks.items()), by=by)
 
 
@@ -80,6 +84,8 @@ def turned(
         raise _refused(kernel, "blocks is for kernels that sum over programs (out[n] += e), and it has no such sum")
     if knobs.blocks is not None and not 1 <= knobs.blocks <= MOST_BLOCKS:
         raise _refused(kernel, f"blocks is {knobs.blocks}, expected 1 to {MOST_BLOCKS} programs a multiprocessor")
+    if knobs.stages is not None and backend != "triton":
+        raise _refused(kernel, "stages is for Triton alone")
     check_chunks(kernel, backend, knobs.chunks)
     extents = {a.name: a.extent.constant for a in kernel.tiles}
     chunks = {a: n for a, n in (dict(schedule.chunks) | dict(knobs.chunks)).items() if n < extents[a]}
@@ -93,9 +99,16 @@ def turned(
     elif not kernel.tiles and backend == "cuda":
         # As many vectors a thread as before.
         rows = schedule.rows // (schedule.threads * schedule.vector) * threads * vector
+    stages = schedule.stages if knobs.stages is None else knobs.stages
+    if not 1 <= stages <= MOST_STAGES:
+        raise _refused(kernel, f"stages is {stages}, expected 1 to {MOST_STAGES} iterations")
+    if stages > 1 and not chunks and sums is None:
+        raise _refused(kernel, "stages is for loops, and it takes no index in chunks and has no sum over programs")
     name = schedule.name if not kernel.tiles else "looped" if chunks else "row"
     ordered = tuple((a, chunks[a]) for a in extents if a in chunks)
-    out = replace(schedule, threads=threads, rows=rows, vector=vector, chunks=ordered, name=name, by=knobs.by)
+    out = replace(
+        schedule, threads=threads, rows=rows, vector=vector, chunks=ordered, name=name, stages=stages, by=knobs.by
+    )
     check(kernel, backend, out)
     fastest = kernel.parallel[-1].name if kernel.parallel else None
     if backend == "cuda" and not kernel.tiles and fastest is not None:

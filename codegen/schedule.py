@@ -12,7 +12,8 @@ CUDA: `threads` a CTA. In a flat kernel every thread takes vectors of `vector` c
 `threads // rows` threads share a row, each taking vectors of `vector` elements along the vector axis.
 A kernel that sums over parallel indices (`Sums`) is persistent: the summed points are shared out among `programs`
 programs, each of which loops over its share, `rows` points at a time.
-Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply.
+Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply. Of a
+loop, over chunks or over the rows of a sum, the loads of `stages` iterations are in flight at once.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Schedule:
     chunks: tuple[tuple[str, int], ...] = ()
     name: str = ""  # "flat", "row", "looped": what a reader of the manifest is told
     programs: int = 0  # for a sum over programs: about how many programs share it; 0 for other kernels
+    stages: int = 1  # Triton: iterations of its innermost loops that are in flight
     by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
 
     def chunk(self, axis: str) -> int | None:

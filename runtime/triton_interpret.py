@@ -114,6 +114,7 @@ class _Language:
         # These are jit functions in Triton, and a program of ours is not inside a jit function.
         self.tl.multiple_of = _multiple_of
         self.tl.reduce = self._reduce
+        self.tl.range = lambda *bounds, num_stages=None: language.range(*bounds)
         self.tl.sum = lambda x, axis: language._reduce(x, axis, lambda a, b: a + b)
         self.tl.max = lambda x, axis: language._reduce(x, axis, language.tl.maximum)
         self.tl.min = lambda x, axis: language._reduce(x, axis, language.tl.minimum)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +13,8 @@ import kgen
 from kgen.codegen.candidates import Candidate, candidates, estimate
 from kgen.codegen.knobs import Knobs
 from kgen.codegen.pipeline import schedule_kernel
+from kgen.codegen.schedule import ScheduleError
+from kgen.codegen.triton import emit
 from kgen.runtime.ahead import Choices
 from kgen.runtime.loading import load_packaged
 from kgen.runtime.registry import executor_for
@@ -86,12 +92,45 @@ def test_candidates_are_different_programs_in_order_of_cost(name: str, backend: 
     assert 4 < len(some) <= 32
     costs = [s.cost for s in some[1:]]
     assert costs == sorted(costs)
-    schedules = [(s.scheduled.schedule.threads, s.scheduled.schedule.rows, s.scheduled.schedule.vector,
-                  s.scheduled.schedule.chunks, s.scheduled.schedule.programs) for s in some]  # fmt: skip
+    schedules = [replace(s.scheduled.schedule, by="") for s in some]
     assert len(set(schedules)) == len(schedules)
     planned = plan(Order(c.where.kernel, c.where.variant, backend, 132, 90))
     programs = [tuple((q.source, q.schedule.threads, q.schedule.programs) for q in p.program.launches) for p in planned]
     assert len(set(programs)) == len(programs) > len(some) // 2
+
+
+@pytest.mark.parametrize(
+    ("c", "chunks", "loops"),
+    [
+        (lambda: packaged("softmax", "softmax", M=5, N=3000), (("n", 1024),), 2),
+        (lambda: packaged("cross_entropy", "cross_entropy_", "forward", ("weight", "z_scale"), M=5, V=700),
+         (("v", 256),), 2),
+        (lambda: packaged("rms_norm", "rms_norm", "backward", M=70, N=256), (), 1),
+        (lambda: packaged("rms_norm", "rms_norm", "backward", M=20, N=600), (("n", 128),), 2),
+        (lambda: written(COLUMNS, M=70, N=300), (), 1),
+    ],
+)  # fmt: skip
+def test_loads_of_several_iterations_in_flight(c: Callable[[], Case], chunks: Any, loops: int) -> None:
+    made = c()
+    knobs = Knobs(chunks=chunks, stages=3)
+    scheduled = schedule_kernel(made.where.kernel, made.where.variant, "triton", num_sms=4, knobs=knobs)
+    program = emit(scheduled)
+    assert program.source.count("num_stages=3") == program.source.count("tl.range(") == loops
+    assert all("num_stages" not in p.source for p in program.then)
+    built = load_candidate(executor_for("triton", CPU), program, made, CPU)
+    assert Check(made, CPU).problem(built) == ""
+
+
+def test_stages_are_for_loops_of_triton() -> None:
+    c = packaged("rms_norm", "rms_norm", M=8, N=256)
+    for backend, knobs, message in (
+        ("cuda", Knobs(stages=2), "for Triton alone"),
+        ("triton", Knobs(stages=2), "is for loops"),
+        ("triton", Knobs(stages=9, chunks=(("n", 64),)), "expected 1 to 8"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            schedule_kernel(c.where.kernel, c.where.variant, backend, knobs=knobs)
+    assert Knobs.read(Knobs(stages=2).data(), "x") == Knobs(stages=2)
 
 
 def test_the_space_reaches_what_matters() -> None:
@@ -102,6 +141,8 @@ def test_the_space_reaches_what_matters() -> None:
     assert len({s.chunks for s in schedules}) > 3
     sums = [s.scheduled for s in found(packaged("rms_norm", "rms_norm", "backward", M=64, N=1024), "cuda", 100)]
     assert {s.sums.blocks for s in sums if s.sums} >= {4, 8, 16}
+    looped = [s.scheduled.schedule for s in found(c, "triton", 100)]
+    assert {s.stages for s in looped if s.chunks} >= {1, 2, 3} and {s.stages for s in looped if not s.chunks} == {1}
     short = [s.scheduled.schedule for s in found(packaged("rms_norm", "rms_norm", M=64, N=512), "triton", 100)]
     assert {s.rows for s in short} >= {1, 2, 4, 8}
 

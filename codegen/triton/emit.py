@@ -22,7 +22,7 @@ from kgen.codegen.triton.intrinsics import TYPES
 from kgen.codegen.triton.memory import ArgNames, Memory
 from kgen.codegen.triton.reductions import Accumulator, Running, finished, masked, reduced
 from kgen.codegen.triton.reserved import HELPERS, RESERVED
-from kgen.codegen.triton.sums import PartialSum, partition, share
+from kgen.codegen.triton.sums import PartialSum, loop_range, partition, share
 from kgen.codegen.triton.text import COMPARE, Text, call, method
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -322,10 +322,13 @@ class _Emitter:
         self.sum_names |= self.outlive
         return [
             *before,
-            _Line(f"for {start} in range(0, {axis.extent.constant}, {step.chunk}):", header),
+            _Line(f"for {start} in {self._range(f'0, {axis.extent.constant}, {step.chunk}')}:", header),
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
         ]
+
+    def _range(self, bounds: str) -> str:
+        return loop_range(bounds, self.scheduled.schedule.stages)
 
     def _running(self, name: str, e: Partial, step: Loop, lanes: MaskedLanes) -> tuple[Running, list[str]]:
         """A partial reduction of a loop, and the statements that take in a chunk."""

@@ -72,7 +72,14 @@ def share(
         found, mask = program_indices(indices, spelling, fresh, Text(variable), multiple, rows)
         out += found
     bounds = f"{first}, {points}, {step}" if sums.split is not None else str(points)
-    return Share(out, f"for {variable} in range({bounds}):", variable, mask)
+    # With loops over chunks inside, it is their loads that are in flight.
+    stages = 1 if scheduled.schedule.chunks else scheduled.schedule.stages
+    return Share(out, f"for {variable} in {loop_range(bounds, stages)}:", variable, mask)
+
+
+def loop_range(bounds: str, stages: int) -> str:
+    """The range of a loop of whose iterations `stages` have their loads in flight at once."""
+    return f"range({bounds})" if stages == 1 else f"tl.range({bounds}, num_stages={stages})"
 
 
 def _wide(index: Text, wide: bool) -> Text:
