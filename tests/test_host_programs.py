@@ -190,6 +190,13 @@ def test_imported_kernels_are_checked_with_the_op(tmp_path):
     assert found.code == "K0201" and found.span.source.path.endswith("a.kdsl")  # and nothing of the other kernel
 
 
+def test_ops_are_not_imported(tmp_path):
+    (tmp_path / "mlp.kdsl").write_text(MLP)
+    (tmp_path / "main.kdsl").write_text("from mlp import mlp\n")
+    with pytest.raises(DslError, match="that is an op, and only functions and kernels can be imported"):
+        load(tmp_path / "main.kdsl")
+
+
 def test_a_matrix_product_in_a_kernel_is_told_where_it_belongs():
     with pytest.raises(DslError, match="in an op") as caught:
         parse_text(COPY.replace("= x[m, n]", "= x[m, n] @ 2"))

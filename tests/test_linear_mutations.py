@@ -11,6 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import test_host_ops as host_ops
+import test_host_programs as host_programs
 import test_linear_cross_entropy as tests
 import test_linear_cross_entropy_calls as calls
 import torch
@@ -100,6 +102,18 @@ def _narrowed(*args: Any) -> None:
     """The library's product of f32 with the 10 bits of mantissa that TF32 keeps of its operands."""
     out, left, right, *rest = args
     _library(out, *(t if t.dtype != F32 else (t.view(torch.int32) & ~0x1FFF).view(F32) for t in (left, right)), *rest)
+
+
+def _in_proportion(p: Any, loop: Any, dims: Any, most: int, budget: float) -> int:
+    """The rows of a budget as if each took what one takes."""
+    return max(1, min(most, int(budget // sizing.chunk_bytes(p, loop, dims, 1))))
+
+
+def _rounded_up(extent: int, limit: int) -> int:
+    """Rows of a chunk, a multiple of 128 wherever that is within the limit."""
+    rows = -(-extent // -(-extent // limit)) if extent > limit else max(1, extent)
+    rounded = -(-rows // 128) * 128
+    return rounded if extent > limit and rounded <= limit else rows
 
 
 def _without_autocast(_: str, __: str, input: torch.Tensor, ___: torch.Tensor) -> torch.Tensor:
@@ -240,6 +254,15 @@ BREAKS: dict[str, Break] = {
         ((sizing, "even", lambda extent, limit: max(1, extent)),),
         _budget,
         (),
+    ),
+    "memory that grows with the square of a chunk taken for the rows times one": Break(
+        (),
+        ((sizing, "_fitting", _in_proportion),),
+        host_ops.test_memory_that_grows_with_the_square_of_a_chunk_keeps_to_the_budget,
+        (),
+    ),
+    "chunks rounded up until the last has one row": Break(
+        (), ((sizing, "even", _rounded_up),), host_programs.test_chunks_are_even, (641, 128)
     ),
 }
 
