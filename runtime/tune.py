@@ -39,7 +39,7 @@ CHECKED = 1 << 22
 CHECKED_ON_CPU = 1 << 16
 # With limited time, so many candidates of every job are compiled before the others.
 _WAVE = 12
-_FLUSH = 256 << 20  # bytes written before each call: they clear the L2 cache and last longer than a launch
+_FLUSH = 512 << 20  # bytes written before each call: they clear the L2 cache and last longer than a launch
 
 Run = Callable[[], Any]
 # A timer of `runs` with a `reset` before each of them that does not count.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -134,7 +135,13 @@ class Compilers:
         self._wave = wave
         self._lock = threading.RLock()
         # Spawned: a fork would copy whatever CUDA and Triton have begun here.
-        self._pool = ProcessPoolExecutor(workers or os.cpu_count() or 1, multiprocessing.get_context("spawn"))
+        # Ctrl-C is for the process that measures, which ends these.
+        self._pool = ProcessPoolExecutor(
+            workers or os.cpu_count() or 1,
+            multiprocessing.get_context("spawn"),
+            signal.signal,
+            (signal.SIGINT, signal.SIG_IGN),
+        )
         self._work: list[_Work] = []
 
     def __enter__(self) -> Compilers:

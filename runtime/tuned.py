@@ -30,6 +30,7 @@ from kgen.runtime.layouts import Layout
 from kgen.runtime.tuned_store import (
     Result,
     Subject,
+    devices,
     driver_of,
     load,
     shipped_path,
@@ -102,8 +103,9 @@ def _distance(found: Subject, wanted: Subject) -> float | None:
 class Table:
     """The results that count on one device: the user's, then those that come with kgen."""
 
-    def __init__(self, name: str, driver: str) -> None:
-        user = [r for r in load(user_path(name)) if r.driver == driver]
+    def __init__(self, name: str, driver: str | None) -> None:
+        """`driver`: whose results of the user count; None: of any."""
+        user = [r for r in load(user_path(name)) if driver in (None, r.driver)]
         self._by: dict[tuple[str, str], tuple[list[Result], list[Result]]] = {}
         for k, results in enumerate((user, load(shipped_path(name)))):
             for r in results:
@@ -130,6 +132,23 @@ class Table:
         if len(known) < len(BACKENDS) or len({tuple(r.dims.values()) for r in known}) > 1:
             return None
         return min(known, key=lambda r: r.us).subject.backend
+
+
+def remarks(layout: Layout, backend: str) -> list[str]:
+    """A line for each device that there are results of which count for calls of `layout` on `backend`, of any
+    driver."""
+    out: list[str] = []
+    for name in devices():
+        known = Table(name, None)
+        r = known.find(subject(layout, backend))
+        if r is None:
+            continue
+        sizes = ", ".join(f"{d} = {n}" for d, n in r.dims.items())
+        knobs = ", ".join(f"{n} {v}" for n, v in r.knobs.items()) or "the default schedule"
+        faster = known.faster(layout)
+        auto = f"; auto takes {faster}" if faster is not None else ""
+        out.append(f"{name}, measured with {sizes}: {knobs}, {r.us:.1f} us, default {r.default_us:.1f} us{auto}")
+    return out
 
 
 def device_name(device: torch.device) -> str:

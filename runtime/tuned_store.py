@@ -155,6 +155,14 @@ def shipped_path(device: str) -> Path:
     return Path(__file__).resolve().parent / "tuned_defaults" / file_name(device)
 
 
+def devices() -> list[str]:
+    """The devices that there are results of, the user's or those that come with kgen, by the names of their files."""
+    folders = [shipped_path("device").parent]
+    with contextlib.suppress(RuntimeError):
+        folders.append(user_folder())
+    return sorted({p.stem for folder in folders for p in folder.glob("*.json")})
+
+
 def load(path: Path | None) -> list[Result]:
     """The results in the file at `path`, none where there is no file; those of another generator are left out."""
     if path is None:

@@ -302,7 +302,9 @@ def test_doctor_says_what_is_there(here: Path) -> None:
     found = json.loads(out)
     assert code == 0
     assert found["kgen"] == kgen.__version__
-    assert {p["name"] for p in found["parts"]} == {"Python", "torch", "triton", "cupy", "nvrtc", "g++", "GPU", "cache"}
+    assert {p["name"] for p in found["parts"]} == {
+        "Python", "torch", "triton", "cupy", "nvrtc", "g++", "GPU", "cache", "tuned"
+    }  # fmt: skip
     assert {(b["name"], b["available"]) for b in found["backends"] if b["device"] == "cpu"} >= {("reference", True)}
     code, out, _ = run("doctor")
     assert code == 0

@@ -391,6 +391,21 @@ def test_a_file_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert invoke(f"{file}:scale.backward", "--backend", "cuda", "--candidates", "2").exit_code == 0
 
 
+def test_show_says_what_was_measured() -> None:
+    c = norm()
+    outcomes([Job(c, "cuda"), Job(c, "triton")])
+
+    def shown(width: int) -> str:
+        done = CliRunner().invoke(app, ["show", c.source.module.path, "--stage", "schedule", "--dtype", "f32", "--dim",
+                                        f"N={width}"])  # fmt: skip
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    first = shown(256).splitlines()[0]
+    assert first.startswith("# tuned on cpu, measured with M = 24, N = 256: ") and "default 10.0 us" in first
+    assert "tuned on" not in shown(512)
+
+
 def test_usual_sizes_are_those_of_the_list() -> None:
     target = command.target_of("rms_norm")
     cases = list(command.cases_of(target, Choices(), [], None))

@@ -35,7 +35,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON ob
         kgen doctor
         kgen doctor --json
     """
-    parts = [_python(), _package("torch"), _package("triton"), _cupy(), _nvrtc(), _compiler(), _gpu(), _cache()]
+    parts = [
+        _python(),
+        _package("torch"),
+        _package("triton"),
+        _cupy(),
+        _nvrtc(),
+        _compiler(),
+        _gpu(),
+        _cache(),
+        _tuned(),
+    ]
     backends = _backends()
     works = any(b["available"] for b in backends)
     if as_json:
@@ -178,6 +188,32 @@ def _cache() -> Finding:
             return Finding("cache", "ok", str(root))
     except (OSError, RuntimeError) as error:
         return Finding("cache", "missing", _first_line(error), advice)
+
+
+def _tuned() -> Finding:
+    """Which measured schedules count for the GPU of this machine."""
+    try:
+        import torch
+
+        from kgen.runtime.tuned import device_name
+        from kgen.runtime.tuned_store import driver_of, load, shipped_path, switched_off, user_path
+    except Exception:  # told by the line of torch
+        return Finding("tuned", "note", "unknown without torch")
+    if switched_off():
+        return Finding("tuned", "note", "switched off by KGEN_TUNED=0")
+    if not torch.cuda.is_available():
+        return Finding("tuned", "note", "no GPU whose schedules could have been measured")
+    device = torch.device("cuda", torch.cuda.current_device())
+    name, driver = device_name(device), driver_of(device)
+    user, shipped = load(user_path(name)), load(shipped_path(name))
+    own = [r for r in user if r.driver == driver]
+    text = f"{len(own)} schedules measured here by kgen tune, {len(shipped)} for {name} come with kgen"
+    if len(own) < len(user):
+        return Finding(
+            "tuned", "note", f"{text}; {len(user) - len(own)} are of another driver",
+            f"schedules that were measured with another driver do not count with {driver}; run kgen tune again",
+        )  # fmt: skip
+    return Finding("tuned", "ok" if own or shipped else "note", text)
 
 
 def _backends() -> list[dict[str, object]]:

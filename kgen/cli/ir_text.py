@@ -54,7 +54,8 @@ def scheduled_text(scheduled: Scheduled) -> str:
     s = scheduled.schedule
     chunks = "".join(f", {axis} in chunks of {chunk}" for axis, chunk in s.chunks)
     name = f"{s.name}: " if s.name else ""
-    out = [f"# {name}{s.threads} threads, {s.rows} rows a program, vectors of {s.vector}{chunks}"]
+    stages = f", {s.stages} iterations of a loop in flight" if s.stages > 1 else ""
+    out = [f"# {name}{s.threads} threads, {s.rows} rows a program, vectors of {s.vector}{chunks}{stages}"]
     v = scheduled.variant
     out += [f"# {d} = {n}" for d, n in v.dims] + [f"# {d} is a multiple of {n}" for d, n in v.multiples if n > 1]
     for t, c in v.tensors:

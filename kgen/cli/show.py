@@ -229,8 +229,11 @@ def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
     if stage == "ir":
         return _Shown(kernel_text(made.kernel))
     if stage == "schedule":
+        from kgen.runtime.tuned import remarks
+
         scheduled = made.scheduled(how.backend)
-        return _Shown("\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then)))
+        tuned = "".join(f"# tuned on {line}\n" for line in remarks(made.layout, how.backend))
+        return _Shown(tuned + "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then)))
     if stage in ("cuda", "triton"):
         # A sum over programs is several launches, each with a source of its own.
         return _Shown("\n\n".join(p.source.strip("\n") for p in made.program(stage).launches))

@@ -14,6 +14,7 @@ import typer
 from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
 from kgen.cli.files import existing, split_kernel
 from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices
+from kgen.dsl.diagnostics import KgenError
 
 if TYPE_CHECKING:
     from kgen.runtime.ahead import Choices
@@ -279,7 +280,7 @@ def _show(device: str | None) -> None:
     from rich.table import Table
 
     from kgen.runtime.tune import Machine
-    from kgen.runtime.tuned_store import load, shipped_path, switched_off, user_folder, user_path
+    from kgen.runtime.tuned_store import devices, load, shipped_path, switched_off, user_path
 
     driver: str | None = None
     names: list[str]
@@ -289,8 +290,8 @@ def _show(device: str | None) -> None:
         try:
             machine = Machine.gpu()
             names, driver = [machine.name], machine.driver
-        except Exception:  # without a GPU: whatever is known
-            names = sorted({p.stem for f in (user_folder(), shipped_path("x").parent) for p in f.glob("*.json")})
+        except KgenError:  # without a GPU: whatever is known
+            names = devices()
     console = out()
     for name in names:
         for path in (user_path(name), shipped_path(name)):
