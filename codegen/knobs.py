@@ -8,6 +8,7 @@ registers suffice for the compiler.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,14 +16,12 @@ from kgen.codegen.layout import vector_limit
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
+from kgen.dsl.knobs import KNOBS, WARP, power_of_two
 
-WARP = 32
-MOST_THREADS = 1024  # a program, on every device
-MOST_ROWS = 1 << 20
-MOST_VECTOR = 16
-MOST_BLOCKS = 32  # programs that a multiprocessor holds, of any architecture
-MOST_STAGES = 8
+MOST_BLOCKS, MOST_STAGES = KNOBS["blocks"].most, KNOBS["stages"].most
 _SIZES = ("threads", "rows", "vector", "blocks", "stages")
+_HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+          ">=": operator.ge}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,19 @@ def _whole_number(what: str, value: object) -> int:
     return value
 
 
+def written(kernel: ir.Kernel, variant: Variant, backend: str) -> Knobs | None:
+    """What the source of `kernel` sets for `backend` (its `schedule` statements) in the class of calls that `variant`
+    describes; None where it sets nothing. They come before those of a table."""
+    known = dict(variant.dims) | {n: int(v) for n, v in kernel.consts if isinstance(v, int)}
+    for rule in kernel.schedules:
+        if rule.backend == backend and all(
+            _HOLDS[c.op](c.left.evaluate(known), c.right.evaluate(known)) for c in rule.when
+        ):
+            chunks = tuple((a, kernel.axis(a).extent.evaluate(known) if n is None else n) for a, n in rule.chunks)
+            return Knobs(**dict(rule.sizes), chunks=chunks, by=f"the schedule at {rule.span}")
+    return None
+
+
 def turned(
     kernel: ir.Kernel, variant: Variant, backend: str, schedule: Schedule, knobs: Knobs, sums: Sums | None = None
 ) -> Schedule:
@@ -86,8 +98,12 @@ def turned(
         raise _refused(kernel, f"blocks is {knobs.blocks}, expected 1 to {MOST_BLOCKS} programs a multiprocessor")
     if knobs.stages is not None and backend != "triton":
         raise _refused(kernel, "stages is for Triton alone")
-    check_chunks(kernel, backend, knobs.chunks)
+    check_chunks(kernel, knobs.chunks)
     extents = {a.name: a.extent.constant for a in kernel.tiles}
+    for axis, chunk in knobs.chunks:
+        if backend == "triton" and chunk < extents[axis] and not power_of_two(chunk):
+            # The block would be as large as the next one, and the rest of it idle.
+            raise _refused(kernel, f"the chunk of {axis} is {chunk}; Triton's blocks are powers of two")
     chunks = {a: n for a, n in (dict(schedule.chunks) | dict(knobs.chunks)).items() if n < extents[a]}
     threads = knobs.threads or schedule.threads
     vector = schedule.vector if knobs.vector is None else knobs.vector
@@ -120,36 +136,26 @@ def turned(
 
 def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
     """Refuse sizes that no emitter could print: raise ScheduleError."""
-    for what, value, most in (
-        ("threads", schedule.threads, MOST_THREADS),
-        ("rows", schedule.rows, MOST_ROWS),
-        ("vector", schedule.vector, MOST_VECTOR),
-    ):
+    for what, value in (("threads", schedule.threads), ("rows", schedule.rows), ("vector", schedule.vector)):
+        most = KNOBS[what].most
         if not power_of_two(value) or value > most:
             raise _refused(kernel, f"{what} is {value}, expected a power of two up to {most}")
     if schedule.threads < WARP:
         raise _refused(kernel, f"threads is {schedule.threads}, expected at least {WARP}")
     if backend == "cuda" and kernel.tiles and schedule.rows > schedule.threads:
         raise _refused(kernel, f"{schedule.rows} rows do not share out among {schedule.threads} threads")
-    check_chunks(kernel, backend, schedule.chunks)
+    check_chunks(kernel, schedule.chunks)
 
 
-def check_chunks(kernel: ir.Kernel, backend: str, chunks: tuple[tuple[str, int], ...]) -> None:
-    """Refuse chunks of what is no tile index, and sizes that `backend` has no block for: raise ScheduleError."""
-    tiles = {a.name: a.extent.constant for a in kernel.tiles}
+def check_chunks(kernel: ir.Kernel, chunks: tuple[tuple[str, int], ...]) -> None:
+    """Refuse chunks of what is no tile index, and of nothing: raise ScheduleError."""
+    tiles = {a.name for a in kernel.tiles}
     for axis, chunk in chunks:
         if axis not in tiles:
             there = ", ".join(sorted(tiles)) or "none"
             raise _refused(kernel, f"it takes {axis} in chunks, which is not a tile index (those are {there})")
         if chunk < 1:
             raise _refused(kernel, f"the chunk of {axis} is {chunk}, expected at least 1")
-        if backend == "triton" and chunk < tiles[axis] and not power_of_two(chunk):
-            raise _refused(kernel, f"the chunk of {axis} is {chunk}; Triton's blocks are powers of two")
-
-
-def power_of_two(n: int) -> bool:
-    """Whether `n` is 1, 2, 4, ..."""
-    return n >= 1 and not n & (n - 1)
 
 
 def _refused(kernel: ir.Kernel, problem: str) -> ScheduleError:

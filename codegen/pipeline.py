@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.idle import idle
-from kgen.codegen.knobs import Knobs, check
+from kgen.codegen.knobs import Knobs, check, written
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
@@ -31,9 +31,9 @@ def schedule_kernel(
     override: Schedule | None = None,
 ) -> Scheduled:
     """`kernel` in normal form for `variant`, with the default schedule of `backend` (`cuda` or `triton`) turned by
-    `knobs`, or with all of `override`.
+    `knobs`, else by what the kernel's source sets, or with all of `override`.
 
-    Raises `ScheduleError` where either does not fit the kernel.
+    Raises `ScheduleError` where any of them does not fit the kernel.
     """
     missing = [d for d in required_dims(kernel) if variant.dim(d) is None]
     if missing:
@@ -41,6 +41,11 @@ def schedule_kernel(
             f"{kernel.name}: the value of {', '.join(missing)} must be known to compile it, as it sizes a tile"
         )
     first, *then = stages(normalize(kernel, variant), variant)
+    if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
+        try:
+            return schedule_kernel(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
     if override is not None:
         check(first.kernel, backend, override)
 

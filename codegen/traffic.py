@@ -15,7 +15,7 @@ from kgen.codegen.abi import grid_size, split_count, sum_grid
 from kgen.codegen.cost import Graph
 from kgen.codegen.layout import held
 from kgen.codegen.operations import DIVISION, SPECIAL, Instructions
-from kgen.codegen.schedule import Scheduled
+from kgen.codegen.schedule import Loop, Scheduled
 from kgen.dsl import ir
 
 
@@ -46,7 +46,7 @@ class Launch:
     """One launch of a kernel under its schedule.
 
     programs: how many are started. in_flight: bytes of the streamed tensors that a program asks for before it uses any,
-    in the step that asks for most in all. instructions: those of all threads, values that every thread computes for
+    in the step that asks for most in all; of a loop, in as many iterations as are in flight. instructions: those of all threads, values that every thread computes for
     itself included.
     """
 
@@ -153,7 +153,9 @@ class _Counter:
                     size = self.kernel.tensor(s.value.tensor).dtype.itemsize
                     asked += size * prod(self.held[a] for a in s.value.axes & self.tiles)
             total = sum(self._often(e.axes) for _, e in _loads(step.body))
-            best = max(best, (total, asked * min(self.s.schedule.rows, max(1, self.rows))))
+            rows = min(self.s.schedule.rows, max(1, self.rows))
+            again = self.s.schedule.stages if isinstance(step, Loop) or self.s.sums is not None else 1
+            best = max(best, (total, asked * rows * again))
         return best[1]
 
     # -- arithmetic ----------------------------------------------------------------------------------------------

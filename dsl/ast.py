@@ -135,6 +135,33 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """`threads = 256` or `chunk[n] = 4096` in a `schedule` statement; `value` is a whole number or a word (`whole`)."""
+
+    name: str
+    index: str | None
+    value: int | float | str
+    span: Span
+    name_span: Span
+    index_span: Span | None
+    value_span: Span
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`schedule cuda when N <= 4096: threads = 256, rows = 1`: sizes of the schedule of one backend.
+
+    They have no effect on what the kernel means. Of several that hold the first counts.
+    """
+
+    backend: str
+    condition: Expr | None
+    settings: tuple[Setting, ...]
+    span: Span
+    backend_span: Span
+
+
+@dataclass(frozen=True)
 class Assign:
     """`a, b = e1, e2`: each target a `Name` (a new value) or a `Subscript` (a store)."""
 
@@ -176,7 +203,7 @@ class For:
     span: Span
 
 
-Stmt = Bind | Require | Example | Assign | Accumulate | If | For
+Stmt = Bind | Require | Example | Schedule | Assign | Accumulate | If | For
 
 # ---- declarations --------------------------------------------------------------------------------------------------
 

@@ -276,7 +276,7 @@ def _value_start(line: list[Token]) -> int | None:
         return 1
     if kind == "FROM":
         return next(i for i, t in enumerate(line) if t.type == "IMPORT") + 1
-    if kind in ("PARALLEL", "TILE", "FOR", "EXAMPLE"):
+    if kind in ("PARALLEL", "TILE", "FOR", "EXAMPLE", "SCHEDULE"):
         return None
     assigns = next((i for i, t in enumerate(line) if t.type in ("EQUAL", "PLUS_EQUAL")), None)
     if assigns is None:  # a call, a declaration or the head of a section

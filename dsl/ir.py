@@ -68,6 +68,21 @@ class Requirement:
     span: Span
 
 
+@dataclass(frozen=True)
+class ScheduleRule:
+    """Sizes that the source sets of `backend`'s schedule, where all of `when`, which are on sizes of tiles, hold.
+
+    sizes: pairs of `threads`, `rows`, `vector` or `blocks` and its size. chunks: pairs of a tile index and the elements
+    of it that are taken at a time, None for all of them.
+    """
+
+    backend: str  # "cuda" | "triton"
+    when: tuple[Requirement, ...]
+    sizes: tuple[tuple[str, int], ...]
+    chunks: tuple[tuple[str, int | None], ...]
+    span: Span
+
+
 # ---- expressions ---------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +236,7 @@ class Kernel:
     dtypes: tuple[tuple[str, DType], ...]
     span: Span
     values: tuple[tuple[str, str], ...] = ()  # each name that the user assigns, and the `Let` it stands for at the end
+    schedules: tuple[ScheduleRule, ...] = ()  # the first whose condition holds counts; they change no value
 
     def tensor(self, name: str) -> Tensor:
         """The tensor argument called `name`."""

@@ -27,7 +27,8 @@ KEYWORDS = {
 
 # Tokens that can only begin a line: met inside a bracket, they show that the bracket was never closed.
 LINE_STARTS = {
-    "KERNEL", "BACKWARD", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR", "FROM"
+    "KERNEL", "BACKWARD", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "SCHEDULE", "IF", "ELIF", "ELSE", "FOR",
+    "FROM",
 }  # fmt: skip
 # Tokens that end an operand: a sign behind one is binary.
 OPERAND_ENDS = {
@@ -142,8 +143,12 @@ class _Layout:
                 continue
             if kind == "COMMENT":
                 continue
-            if at_start and self.heads_backward(number):
+            if at_start and self.heads(number, "backward"):
                 kind = token.type = "BACKWARD"
+            elif at_start and self.heads(number, "schedule"):
+                kind = token.type = "SCHEDULE"
+            elif kind == "NAME" and token.value == "when" and self.behind_backend():
+                kind = token.type = "WHEN"
             if at_start and self.brackets:
                 self.check_unclosed(token)
             at_start = False
@@ -156,10 +161,14 @@ class _Layout:
             self.close(Token("NEWLINE", "\n", last.end_pos, last.end_line, last.end_column))
         return self.lines
 
-    def heads_backward(self, number: int) -> bool:
-        """Whether a token that begins a line is the word `backward` before a name: no other line begins so."""
+    def heads(self, number: int, word: str) -> bool:
+        """Whether a token that begins a line is `word` before a name: no other line begins so."""
         token, after = self.raw[number], self.raw[number + 1 : number + 2]
-        return token.type == "NAME" and token.value == "backward" and bool(after) and after[0].type == "NAME"
+        return token.type == "NAME" and token.value == word and bool(after) and after[0].type == "NAME"
+
+    def behind_backend(self) -> bool:
+        """Whether the line so far is `schedule NAME`."""
+        return [t.type for t in self.tokens] == ["SCHEDULE", "NAME"]
 
     def error(self, code: str, message: str, token: Token, *, label: str = "", help: str = "") -> None:
         self.bad = True

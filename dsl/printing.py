@@ -106,6 +106,8 @@ def _statement(stmt: ast.Stmt, indent: str) -> Iterator[str]:
             yield f"{indent}require {expr_text(stmt.condition)}"
         case ast.Example():
             yield f"{indent}example {', '.join(f'{s.name} = {expr_text(s.value)}' for s in stmt.sizes)}"
+        case ast.Schedule():
+            yield f"{indent}{schedule_text(stmt)}"
         case ast.Assign():
             yield f"{indent}{_list(stmt.targets)} = {_list(stmt.values)}"
         case ast.Accumulate():
@@ -125,6 +127,13 @@ def _statement(stmt: ast.Stmt, indent: str) -> Iterator[str]:
             if stmt.orelse:
                 yield f"{indent}else:"
                 yield from _statements(stmt.orelse, indent + "    ")
+
+
+def schedule_text(s: ast.Schedule) -> str:
+    """A `schedule` statement on one line."""
+    when = "" if s.condition is None else f" when {expr_text(s.condition)}"
+    settings = (f"{x.name}{'' if x.index is None else f'[{x.index}]'} = {x.value}" for x in s.settings)
+    return f"schedule {s.backend}{when}: {', '.join(settings)}"
 
 
 def _list(exprs: tuple[ast.Expr, ...]) -> str:

@@ -14,7 +14,7 @@ from kgen.dsl.source import SourceFile
 
 _ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "OP", "FROM", "STRING"}
 _HEADS = ("KERNEL", "BACKWARD", "OP")
-_STATEMENT_STARTS = {"PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "IF", "ELIF", "ELSE", "FOR"}
+_STATEMENT_STARTS = {"PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "SCHEDULE", "IF", "ELIF", "ELSE", "FOR"}
 _OPERATORS = {
     "PLUS", "MINUS", "STAR", "SLASH", "DOUBLE_SLASH", "PERCENT", "DOUBLE_STAR", "COMPARE", "AND", "OR"
 }  # fmt: skip
@@ -30,6 +30,7 @@ _FORMS = {
     "TILE": "tile n in N",
     "REQUIRE": "require N % 2 == 0",
     "EXAMPLE": "example M = 16384, N = 4096",
+    "SCHEDULE": "schedule cuda when N <= 4096: threads = 256, rows = 1",
     "IF": "if condition:",
     "ELIF": "elif condition:",
     "ELSE": "else:",
@@ -166,7 +167,7 @@ class SyntaxExplainer:
         known = (
             ("require", "example", "elif", "else")
             if in_op
-            else ("parallel", "tile", "require", "example", "elif", "else")
+            else ("parallel", "tile", "require", "example", "schedule", "elif", "else")
         )
         guess, foreign = _guess(first.value, known), FOREIGN if in_op else _FOREIGN
         if first.value in foreign:

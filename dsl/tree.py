@@ -314,6 +314,24 @@ class TreeBuilder(HostTree, Transformer):
         name, _, value = children
         return ast.ExampleSize(name.value, value, self.at(name).to(value.span))
 
+    def schedule(self, children: list) -> ast.Schedule:
+        keyword, backend, _, condition, _, *settings = children
+        span = self.at(keyword).to(settings[-1].span)
+        return ast.Schedule(backend.value, condition, tuple(settings), span, self.at(backend))
+
+    def setting(self, children: list) -> ast.Setting:
+        name, _, index, _, _, value = children
+        number = number_value(value.value) if value.type == "NUMBER" else value.value
+        return ast.Setting(
+            name.value,
+            None if index is None else index.value,
+            0 if number is None else number,  # misspelt, which is reported
+            self.at(name).to(self.at(value)),
+            self.at(name),
+            None if index is None else self.at(index),
+            self.at(value),
+        )
+
     def assign(self, children: list) -> ast.Assign:
         targets, equal, values = children
         span = targets[0].span.to(values[-1].span)

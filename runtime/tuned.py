@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kgen.codegen.fingerprint import fingerprint
-from kgen.codegen.knobs import Knobs
+from kgen.codegen.knobs import Knobs, written
 from kgen.codegen.layout import ceil_power, power_of_two_in
 from kgen.runtime.layouts import Layout
 from kgen.runtime.tuned_store import (
@@ -186,5 +186,7 @@ def choose(layout: Layout, choice: str, executor: Executor, device: torch.device
 
             other = executor_for(faster, device)
             executor = other if other.why_unavailable(device) is None else executor
+    if written(layout.kernel, layout.variant, executor.backend) is not None:
+        return executor, None
     result = known.find(subject(layout, executor.backend))
     return executor, None if result is None else to_knobs(result, layout.kernel)

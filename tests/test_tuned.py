@@ -186,6 +186,18 @@ def test_a_call_takes_the_tuned_schedule() -> None:
     assert threads(norm(), backend="triton")[1] == "ladders"
 
 
+def test_what_the_source_sets_comes_first() -> None:
+    text = NORM.replace("    tile n in N\n", "    tile n in N\n    schedule cuda when N <= 256: threads = 32\n")
+    assert text != NORM
+    own = subject_of(norm(text))
+    knobs = Knobs(threads=512, rows=1)
+    add("cpu", [result(replace(own, sizes=(256,)), knobs), result(replace(own, sizes=(512,)), knobs)])
+    tuned.reload()
+    found, by = threads(norm(text))
+    assert found == 32 and by.startswith("the schedule at ")
+    assert threads(norm(text), width=512) == (512, "tuned")
+
+
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = norm()
     add("cpu", [result(subject_of(kernel), Knobs(threads=512, rows=1))])

@@ -219,7 +219,8 @@ def _backward(
     tensors = {t.name for t in (*inputs, *results)}
     reserved = (taken - set(names.values())) | {a.name for a in axes} | tensors
     body = Lowering(names, hints, reserved).run(writes, _over(writes, axes))
-    return assembled(kernel, (t for t in kernel.tensors if t.role == "in"), inputs, results, axes, body)
+    plain = replace(kernel, schedules=())  # those are of another kernel
+    return assembled(plain, (t for t in kernel.tensors if t.role == "in"), inputs, results, axes, body)
 
 
 def _over(writes: Iterable[Write], axes: Iterable[ir.Axis]) -> dict[str, tuple[str, ...]]:

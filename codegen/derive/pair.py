@@ -9,6 +9,7 @@ from kgen.codegen.derive.codes import DeriveError
 from kgen.codegen.derive.text import to_kdsl
 from kgen.dsl import ir
 from kgen.dsl.check import Specialization, elaborate
+from kgen.dsl.check.schedules import reached
 from kgen.dsl.diagnostics import DslError
 from kgen.dsl.parser import parse_text
 
@@ -75,6 +76,7 @@ def assembled(
         scalars=tuple(s for s in kernel.scalars if s.name in scalars),
         axes=axes,
         requires=tuple(r for r in kernel.requires if r.left.symbols | r.right.symbols <= known),
+        schedules=tuple(r for r in kernel.schedules if {name for name, _ in r.chunks} <= {a.name for a in axes}),
         body=body,
     )
     return checked(made)
@@ -87,7 +89,8 @@ def required(tensors: Iterable[ir.Tensor]) -> list[ir.Tensor]:
 
 def checked(kernel: ir.Kernel) -> ir.Kernel:
     """What the checker makes of the text of `kernel`; its positions point into that text."""
-    text = to_kdsl(kernel, comments=True)
+    # A rule that was for another dtype is gone, so that one before it may hold wherever another does.
+    text = to_kdsl(replace(kernel, schedules=reached(kernel)), comments=True)
     try:
         return elaborate(parse_text(text, f"{kernel.name}.kdsl"), kernel.name, Specialization({}))
     except DslError as failure:

@@ -10,6 +10,7 @@ from kgen.dsl.affine import FloorDiv, Poly, Sym
 from kgen.dsl.builtins import OPERATORS
 from kgen.dsl.dtypes import BOOL, F64, I32, promote
 from kgen.dsl.format import format_source
+from kgen.dsl.knobs import CHUNK, WARP, WHOLE
 from kgen.dsl.printing import docstring_lines, expr_text
 from kgen.dsl.source import NOWHERE, Span
 
@@ -28,6 +29,7 @@ def to_kdsl(kernel: ir.Kernel, *, comments: bool = False) -> str:
         lines += docstring_lines(kernel.doc, "    ")
     for r in kernel.requires:
         lines.append(f"    require {_poly_text(r.left)} {r.op} {_poly_text(r.right)}")
+    lines += [f"    {_schedule(rule)}" for rule in kernel.schedules]
     lines += [
         f"    {kind} {', '.join(f'{a.name} in {_poly_text(a.extent)}' for a in group)}"
         for kind, group in _grouped(kernel.axes)
@@ -40,6 +42,15 @@ def to_kdsl(kernel: ir.Kernel, *, comments: bool = False) -> str:
         last = origin
         lines.append("    " + statement)
     return format_source("\n".join(lines) + "\n")
+
+
+def _schedule(rule: ir.ScheduleRule) -> str:
+    """A `schedule` statement; on dtypes it has no condition, as they are concrete."""
+    when = " and ".join(f"{_poly_text(c.left)} {c.op} {_poly_text(c.right)}" for c in rule.when)
+    triton = rule.backend == "triton"
+    settings = [f"warps = {n // WARP}" if k == "threads" and triton else f"{k} = {n}" for k, n in rule.sizes]
+    settings += [f"{CHUNK}[{axis}] = {WHOLE if n is None else n}" for axis, n in rule.chunks]
+    return f"schedule {rule.backend}{f' when {when}' if when else ''}: {', '.join(settings)}"
 
 
 def _origin(span: Span) -> str:

@@ -18,6 +18,7 @@ from kgen.dsl.affine import Poly
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, CONSTANTS, REDUCTIONS
 from kgen.dsl.check.backward import Backward, Misfit, assigned_names, fitted, match, misfit
 from kgen.dsl.check.expressions import suggestion
+from kgen.dsl.check.schedules import Rule, Schedules, check_reached
 from kgen.dsl.check.scope import Choices, Scope, Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, example_sizes, signature_of
 from kgen.dsl.check.statements import Statements
@@ -193,8 +194,10 @@ def _elaborate(
         )
     statements = Statements(scope)
     statements.block(kernel.body)
+    rules: list[Rule] = []
     if not scope.broken:
         statements.check_sums()
+        rules = Schedules(scope, statements.fail).rules()
     if scope.broken or len(diagnostics.items) > before:
         return None
     open_ints = tuple(
@@ -229,12 +232,14 @@ def _elaborate(
         dtypes=tuple((v, scope.dtype(v) or F32) for v in signature.dtype_vars),
         span=kernel.name_span,
         values=tuple((n, v.name) for n, v in scope.values.items() if isinstance(v, ir.Ref)),
+        schedules=tuple(r.rule for r in rules),
     )
     for poly, span in _polynomials(result):
         if poly.divides_by_zero:
             diagnostics.error("K0226", "a divisor is 0 here", span, help="give the const parameter another value")
     if len(diagnostics.items) == before:
         prove_kernel(result, diagnostics)
+        check_reached(result, rules, diagnostics)
     return result if len(diagnostics.items) == before else None
 
 

@@ -242,4 +242,46 @@ CHECKER_CODES: tuple[Code, ...] = (
         _constant("backward f(d_y: T[N]) -> (d_x: T[N]):"),
         _constant("backward f[K: 2](d_y: T[N]) -> (d_x: T[N]):"),
     ),
+    _code(
+        "K0240",
+        "a schedule of a backend that has none",
+        _kernel("schedule cudda: threads = 256", *_IDX, _COPY),
+        _kernel("schedule cuda: threads = 256", *_IDX, _COPY),
+    ),
+    _code(
+        "K0241",
+        "a knob that a schedule does not have",
+        _kernel("schedule triton: threads = 256", *_IDX, _COPY),
+        _kernel("schedule triton: warps = 8", *_IDX, _COPY),
+    ),
+    _code(
+        "K0242",
+        "a size of a schedule that cannot be, or not beside the others",
+        _kernel("schedule cuda: threads = 200", *_IDX, _COPY),
+        _kernel("schedule cuda: threads = 256", *_IDX, _COPY),
+    ),
+    _code(
+        "K0243",
+        "a chunk of something that is no tile index",
+        _kernel("schedule cuda: chunk[m] = 1024", *_IDX, _COPY),
+        _kernel("schedule cuda: chunk[n] = 1024", *_IDX, _COPY),
+    ),
+    _code(
+        "K0244",
+        "a schedule's condition on something that is not known when the kernel is compiled",
+        _kernel("schedule cuda when M <= 64: threads = 32", *_IDX, _COPY),
+        _kernel("schedule cuda when N <= 64: threads = 32", *_IDX, _COPY),
+    ),
+    _code(
+        "K0245",
+        "a schedule's condition that never holds",
+        _kernel("schedule cuda when N > 64 and N <= 32: threads = 32", *_IDX, _COPY),
+        _kernel("schedule cuda when N > 32 and N <= 64: threads = 32", *_IDX, _COPY),
+    ),
+    _code(
+        "K0246",
+        "a schedule that another one always comes before",
+        _kernel("schedule cuda: threads = 256", "schedule cuda when N <= 64: threads = 32", *_IDX, _COPY),
+        _kernel("schedule cuda when N <= 64: threads = 32", "schedule cuda: threads = 256", *_IDX, _COPY),
+    ),
 )

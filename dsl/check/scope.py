@@ -93,6 +93,7 @@ class Scope:
         self.failed: set[str] = set()  # names whose assignment was in error: their uses are not reported again
         self.body: list[ir.Stmt] = []
         self.requires: list[ir.Requirement] = []
+        self.schedules: list[tuple[ast.Schedule, bool]] = []  # with whether no compile-time `if` stands around it
         self._last: dict[str, int] = {}  # the last number given to a hint
         self._taken = {*self.tensors, *self.scalars, *signature.dims}
 

@@ -22,6 +22,7 @@ class Statements:
         self.scope = scope
         self.expressions = Expressions(scope)
         self.fail = self.expressions.fail
+        self._branches = 0  # compile-time `if`s around the current statement
 
     def block(self, statements: tuple[ast.Stmt, ...]) -> None:
         """Elaborate `statements` in order."""
@@ -99,9 +100,16 @@ class Statements:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 self.fail("K0219", "an example size must be a positive integer", size.value.span, "write a literal")
 
+    def _schedule(self, s: ast.Schedule) -> None:
+        # Indices may be declared behind it: looked at when all statements are elaborated.
+        self.scope.schedules.append((s, self._branches == 0))
+
     # -- compile-time branches -----------------------------------------------------------------------------------------
     def _if(self, s: ast.If) -> None:
-        self.block(s.body if self._truth(s.condition) else s.orelse)
+        taken = s.body if self._truth(s.condition) else s.orelse
+        self._branches += 1
+        self.block(taken)
+        self._branches -= 1
 
     def _truth(self, e: ast.Expr) -> bool:
         """The value of a compile-time condition on this path."""

@@ -56,6 +56,8 @@ def scheduled_text(scheduled: Scheduled) -> str:
     name = f"{s.name}: " if s.name else ""
     stages = f", {s.stages} iterations of a loop in flight" if s.stages > 1 else ""
     out = [f"# {name}{s.threads} threads, {s.rows} rows a program, vectors of {s.vector}{chunks}{stages}"]
+    by = "a tuned schedule" if s.by == "tuned" else s.by
+    out.append(f"# chosen by {by}" if by == "ladders" else f"# set by {by}, the rest chosen by ladders")
     v = scheduled.variant
     out += [f"# {d} = {n}" for d, n in v.dims] + [f"# {d} is a multiple of {n}" for d, n in v.multiples if n > 1]
     for t, c in v.tensors:

@@ -1,0 +1,273 @@
+"""`schedule` statements: sizes that exist and fit together, conditions that are known when a kernel is compiled.
+
+A rule sets sizes of one backend's schedule where its condition holds; of several the first that holds counts. Which
+sizes suit a kernel depends on those of a call, so most of that is checked when it is compiled (`kgen.codegen.knobs`);
+here is refused what is wrong for every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from kgen.dsl import ast, ir
+from kgen.dsl.affine import Poly
+from kgen.dsl.check.expressions import Stop, suggestion
+from kgen.dsl.check.scope import Scope
+from kgen.dsl.check.signature import index_poly
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.knobs import BACKENDS, CHUNK, KNOBS, WARP, WHOLE, Knob, power_of_two
+from kgen.dsl.proofs.prove import Facts
+
+_RELATIONS = ("==", "!=", "<", "<=", ">", ">=")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, and whether it counts on every path and for every dtype where its condition on sizes holds."""
+
+    rule: ir.ScheduleRule
+    always: bool
+
+
+class Schedules:
+    """Makes the rules of one kernel from its statements, which are all elaborated."""
+
+    def __init__(self, scope: Scope, fail: Callable[..., Stop]) -> None:
+        self.scope = scope
+        self.fail = fail
+        self.tiles = [a for a in scope.axes.values() if a.kind == "tile"]
+        self.consts = {s.name for s in scope.signature.scalars if s.const and DTYPES[s.dtype].kind == "int"}
+        self.known = frozenset[str]().union(*(a.extent.symbols for a in self.tiles)) | self.consts
+
+    def rules(self) -> list[Rule]:
+        """The rules of this path, in order; those whose dtype is another one are left out."""
+        out: list[Rule] = []
+        for statement, always in self.scope.schedules:
+            try:
+                rule = self._rule(statement, always)
+            except Stop:
+                continue
+            if rule is not None:
+                out.append(rule)
+        return out
+
+    def _rule(self, s: ast.Schedule, always: bool) -> Rule | None:
+        if s.backend not in BACKENDS:
+            message = f"there is no backend '{s.backend}' that has schedules"
+            raise self.fail("K0240", message, s.backend_span, suggestion(s.backend, BACKENDS))
+        sizes, chunks = self._settings(s)
+        self._together(s, dict(sizes))
+        when: list[ir.Requirement] = []
+        dtypes = False
+        for c in _conjuncts(s.condition):
+            held = self._dtype(c)
+            if held is None:
+                when.append(self._comparison(c))
+            elif not held:
+                return None
+            dtypes |= held is not None
+        rule = ir.ScheduleRule(s.backend, tuple(when), tuple(sizes), tuple(chunks), s.span)
+        return Rule(rule, always and not dtypes)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+    def _settings(self, s: ast.Schedule) -> tuple[list[tuple[str, int]], list[tuple[str, int | None]]]:
+        sizes: list[tuple[str, int]] = []
+        chunks: list[tuple[str, int | None]] = []
+        seen: set[tuple[str, str | None]] = set()
+        for x in s.settings:
+            knob = KNOBS.get(x.name)
+            if knob is None or s.backend not in knob.backends:
+                raise self._unknown(s, x, knob)
+            if (x.name, x.index) in seen:
+                raise self.fail("K0242", f"'{x.name}' is set twice", x.span, "keep one of the two")
+            seen.add((x.name, x.index))
+            self._index(x)
+            if x.value == WHOLE and x.name == CHUNK:
+                chunks.append((x.index or "", None))
+                continue
+            n = self._number(s, x, knob)
+            if x.name == CHUNK:
+                chunks.append((x.index or "", n))
+            else:
+                sizes.append(("threads", WARP * n) if x.name == "warps" else (x.name, n))
+        return sizes, chunks
+
+    def _unknown(self, s: ast.Schedule, x: ast.Setting, knob: Knob | None) -> Stop:
+        there = [k.name for k in KNOBS.values() if s.backend in k.backends]
+        listed = f"there are {', '.join(there)}"
+        if knob is not None:
+            instead = {"threads": "write warps, of 32 threads", "warps": "write threads, 32 a warp"}.get(x.name, listed)
+            return self.fail("K0241", f"'{x.name}' is no knob of {s.backend}", x.name_span, instead)
+        return self.fail("K0241", f"there is no knob '{x.name}'", x.name_span, suggestion(x.name, there))
+
+    def _index(self, x: ast.Setting) -> None:
+        """A chunk is of a tile index, all else of none."""
+        if x.name != CHUNK:
+            if x.index is not None:
+                raise self.fail("K0242", f"'{x.name}' has no index", x.span, f"write {x.name} = {x.value}")
+            return
+        names = [a.name for a in self.tiles]
+        listed = f"tile indices: {', '.join(names) or 'none, so nothing is taken in chunks'}"
+        if x.index is None:
+            raise self.fail("K0243", "a chunk is of a tile index", x.span, f"write chunk[n] = {x.value}; {listed}")
+        if x.index not in names:
+            span = x.index_span or x.span
+            raise self.fail("K0243", f"'{x.index}' is not a tile index", span, suggestion(x.index, names) or listed)
+
+    def _number(self, s: ast.Schedule, x: ast.Setting, knob: Knob) -> int:
+        n = x.value
+        if not isinstance(n, int):
+            hint = f"write a whole number{f', or {WHOLE}' if x.name == CHUNK else ''}"
+            raise self.fail("K0242", f"'{x.name}' is {n}, which is no whole number", x.value_span, hint)
+        power = knob.power or (x.name == CHUNK and s.backend == "triton")
+        if not knob.least <= n <= knob.most or (power and not power_of_two(n)):
+            kind = "a power of two" if power else "a number"
+            limits = f"from {knob.least} to {knob.most}" if x.name != CHUNK else f"from {knob.least} on"
+            hint = f"{knob.meaning}: {kind} {limits}"
+            if x.name == CHUNK and power:
+                hint += f"; Triton's blocks are such, or write {WHOLE}"
+            raise self.fail("K0242", f"'{x.name}' cannot be {n}", x.value_span, hint)
+        return n
+
+    def _together(self, s: ast.Schedule, sizes: dict[str, int]) -> None:
+        spans = {x.name: x.span for x in s.settings}
+        threads, rows = sizes.get("threads"), sizes.get("rows")
+        if s.backend == "cuda" and threads is not None and rows is not None:
+            if self.tiles and rows > threads:
+                message = f"{rows} rows do not share out among {threads} threads"
+                raise self.fail("K0242", message, spans["rows"], "take no more rows than threads")
+            if not self.tiles and rows < threads:
+                message = f"{threads} threads have {rows} points to take"
+                raise self.fail("K0242", message, spans["rows"], "take a point a thread, or more")
+        if "blocks" in sizes and not any(isinstance(b, ir.Accumulate) for b in self.scope.body):
+            hint = "remove it: how many programs there are follows from rows"
+            raise self.fail("K0242", "'blocks' is for kernels that sum over programs", spans["blocks"], hint)
+        chunked = [x for x in s.settings if x.name == CHUNK and x.value != WHOLE]
+        if rows is not None and rows > 1 and any(isinstance(b, ir.Accumulate) for b in self.scope.body):
+            summed = {n for b in self.scope.body if isinstance(b, ir.Accumulate) for p in b.at for n in p.symbols}
+            wrong = next((x for x in chunked if x.index in summed), None)
+            if wrong is not None:
+                message = f"sums along '{wrong.index}' in chunks are of one row at a time"
+                raise self.fail("K0242", message, spans["rows"], "write rows = 1")
+
+    # -- conditions ----------------------------------------------------------------------------------------------
+    def _dtype(self, c: ast.Expr) -> bool | None:
+        """Whether a comparison of a dtype variable with a dtype holds on this path; None for any other condition."""
+        if not (isinstance(c, ast.Binary) and isinstance(c.left, ast.Name) and isinstance(c.right, ast.Name)):
+            return None
+        variables = self.scope.signature.dtype_vars
+        var, name = (c.left, c.right) if c.left.id in variables else (c.right, c.left)
+        if var.id not in variables:
+            return None
+        if c.op not in ("==", "!=") or name.id not in DTYPES:
+            hint = f"write {var.id} == bf16, or another dtype"
+            raise self.fail("K0244", f"'{c.span.text}' compares a dtype variable with no dtype", c.span, hint)
+        if DTYPES[name.id] not in variables[var.id]:
+            allowed = ", ".join(map(str, variables[var.id]))
+            hint = f"{var.id} stands for one of {allowed}"
+            raise self.fail("K0245", f"{var.id} is never {name.id}", c.span, hint)
+        return (self.scope.dtype(var.id) == DTYPES[name.id]) == (c.op == "==")
+
+    def _comparison(self, c: ast.Expr) -> ir.Requirement:
+        if not (isinstance(c, ast.Binary) and c.op in _RELATIONS):
+            hint = "write comparisons of sizes and dtypes, joined by `and`, such as N <= 4096 and T == bf16"
+            raise self.fail("K0244", "a schedule's condition is a comparison", c.span, hint)
+        left, right = (index_poly(x, self._size, self.scope.diagnostics) for x in (c.left, c.right))
+        if left is None or right is None:
+            self.scope.broken = True  # reported by index_poly
+            raise Stop
+        return ir.Requirement(c.op, left, right, c.span)
+
+    def _size(self, name: ast.Name) -> Poly | None:
+        poly = None if name.id in self.scope.axes else self.scope.poly_name(name.id)
+        there = sorted(self.known & {*self.scope.signature.dims, *self.consts})
+        listed = (
+            f"sizes that are known then: {', '.join(there)}" if there else "it has no tile index, and so no such size"
+        )
+        if poly is None:
+            raise self.fail(
+                "K0244", f"'{name.id}' is no size that is known when the kernel is compiled", name.span, listed
+            )
+        if not poly.symbols <= self.known:
+            message = f"'{name.id}' is a run-time size: a new one compiles nothing, and changes no schedule"
+            raise self.fail("K0244", message, name.span, listed)
+        return poly
+
+
+def _conjuncts(e: ast.Expr | None) -> Iterator[ast.Expr]:
+    if isinstance(e, ast.Binary) and e.op == "and":
+        yield from _conjuncts(e.left)
+        yield from _conjuncts(e.right)
+    elif e is not None:
+        yield e
+
+
+# ---- rules that never count ----------------------------------------------------------------------------------------
+
+
+def reached(kernel: ir.Kernel) -> tuple[ir.ScheduleRule, ...]:
+    """The rules of `kernel` that may count, as far as `check_reached` sees."""
+    bare, out = replace(kernel, requires=()), list[ir.ScheduleRule]()
+    for rule in kernel.schedules:
+        if not any(_covers(bare, r, rule) for r in out):
+            out.append(rule)
+    return tuple(out)
+
+
+def check_reached(kernel: ir.Kernel, rules: list[Rule], diagnostics: Diagnostics) -> None:
+    """Report rules whose condition contradicts itself, and those behind one that holds wherever they do."""
+    # What a path requires says nothing about the others, on which the rule may count.
+    kernel = replace(kernel, requires=())
+    for i, own in enumerate(rules):
+        when = own.rule.when
+        wrong = next((c for k, c in enumerate(when) if _implies(kernel, when[:k] + when[k + 1 :], _negated(c))), None)
+        if wrong is not None:
+            message = f"this never holds beside the rest of the condition: {wrong.span.text}"
+            help = "change one of the comparisons, or remove the statement"
+            diagnostics.error("K0245", message, wrong.span, help=help)
+            continue
+        before = next((r.rule for r in rules[:i] if r.always and _covers(kernel, r.rule, own.rule)), None)
+        if before is not None:
+            diagnostics.error(
+                "K0246",
+                "this schedule is never taken: one before it holds wherever it does",
+                own.rule.span,
+                help="put the narrower condition first, or remove one of them",
+                notes=(f"the one before is at {before.span}",),
+            )
+
+
+def _covers(kernel: ir.Kernel, first: ir.ScheduleRule, rule: ir.ScheduleRule) -> bool:
+    """Whether `first`, of the same backend, is shown to hold wherever `rule` does."""
+    return first.backend == rule.backend and all(_implies(kernel, rule.when, [c]) for c in first.when)
+
+
+def _implies(kernel: ir.Kernel, when: tuple[ir.Requirement, ...], any_of: list[ir.Requirement]) -> bool:
+    """Whether one of `any_of` is shown to hold wherever all of `when` do."""
+    facts = Facts(kernel, about=[p for c in any_of for p in (c.left, c.right)], requires=when)
+    return any(_shown(facts, c) for c in any_of)
+
+
+def _shown(facts: Facts, c: ir.Requirement) -> bool:
+    a, b = c.left, c.right
+    match c.op:
+        case "<":
+            return facts.prove_positive(b - a)
+        case "<=":
+            return facts.prove_nonneg(b - a)
+        case ">":
+            return facts.prove_positive(a - b)
+        case ">=":
+            return facts.prove_nonneg(a - b)
+        case "==":
+            return facts.prove_equal(a, b)
+        case _:
+            return facts.prove_positive(a - b) or facts.prove_positive(b - a)
+
+
+def _negated(c: ir.Requirement) -> list[ir.Requirement]:
+    """The comparison that holds where `c` does not."""
+    other = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}[c.op]
+    return [replace(c, op=other)]
