@@ -46,8 +46,8 @@ class Launch:
     """One launch of a kernel under its schedule.
 
     programs: how many are started. in_flight: bytes of the streamed tensors that a program asks for before it uses any,
-    in the step that asks for most in all; of a loop, in as many iterations as are in flight. instructions: those of all threads, values that every thread computes for
-    itself included.
+    in the step that asks for most in all; of a loop, in as many iterations as are in flight. instructions: those of all
+    threads, values that every thread computes for itself included.
     """
 
     name: str
