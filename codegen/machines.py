@@ -57,15 +57,16 @@ ARCHITECTURES = {
 class Machine:
     """One GPU.
 
-    clock: Hz, the highest. bandwidth: bytes a second of the memory, from the data sheet. l2: bytes. matrix: operations
-    a second of dense matrix products in 16 bits with f32 sums, from the data sheet, a multiply-add being two.
-    copies: (bytes read and written, seconds) of measured copies, in rising order; empty where none were measured.
-    matrix_measured: what large products of a library were seen to reach. latency: seconds from a load to its value
-    while the memory is busy.
+    device: what its driver calls it. clock: Hz, the highest. bandwidth: bytes a second of the memory, from the data
+    sheet. l2: bytes. matrix: operations a second of dense matrix products in 16 bits with f32 sums, from the data
+    sheet, a multiply-add being two. copies: (bytes read and written, seconds) of measured copies, in rising order;
+    empty where none were measured. matrix_measured: what large products of a library were seen to reach. latency:
+    seconds from a load to its value while the memory is busy.
     """
 
     name: str
     title: str
+    device: str
     arch: str
     multiprocessors: int
     clock: float
@@ -111,6 +112,7 @@ MACHINES = {
         Machine(
             "h200",
             "NVIDIA H200 (141 GB)",
+            "NVIDIA H200",
             "sm_90",
             132,  # cudaDeviceProp.multiProcessorCount
             1.98e9,
@@ -127,23 +129,47 @@ MACHINES = {
             latency=0.8e-6,
         ),
         # NVIDIA H100 data sheet and architecture white paper (SXM5, 80 GB).
-        Machine("h100", "NVIDIA H100 SXM (80 GB)", "sm_90", 132, 1.98e9, 3.35e12, 50 * MIB, 989e12),
+        Machine(
+            "h100", "NVIDIA H100 SXM (80 GB)", "NVIDIA H100 80GB HBM3", "sm_90", 132, 1.98e9, 3.35e12, 50 * MIB, 989e12
+        ),
         # NVIDIA A100 data sheet (SXM4, 80 GB) and architecture white paper.
-        Machine("a100", "NVIDIA A100 SXM (80 GB)", "sm_80", 108, 1.41e9, 2.039e12, 40 * MIB, 312e12),
+        Machine(
+            "a100", "NVIDIA A100 SXM (80 GB)", "NVIDIA A100-SXM4-80GB", "sm_80", 108, 1.41e9, 2.039e12, 40 * MIB, 312e12
+        ),
         # NVIDIA A100 data sheet (SXM4, 40 GB).
-        Machine("a100-40gb", "NVIDIA A100 SXM (40 GB)", "sm_80", 108, 1.41e9, 1.555e12, 40 * MIB, 312e12),
+        Machine(
+            "a100-40gb",
+            "NVIDIA A100 SXM (40 GB)",
+            "NVIDIA A100-SXM4-40GB",
+            "sm_80",
+            108,
+            1.41e9,
+            1.555e12,
+            40 * MIB,
+            312e12,
+        ),
         # NVIDIA A10 data sheet, GA102 white paper.
-        Machine("a10", "NVIDIA A10", "sm_86", 72, 1.695e9, 600e9, 6 * MIB, 125e12),
+        Machine("a10", "NVIDIA A10", "NVIDIA A10", "sm_86", 72, 1.695e9, 600e9, 6 * MIB, 125e12),
         # NVIDIA L4 and L40S data sheets, Ada architecture white paper.
-        Machine("l4", "NVIDIA L4", "sm_89", 58, 2.04e9, 300e9, 48 * MIB, 121e12),
-        Machine("l40s", "NVIDIA L40S", "sm_89", 142, 2.52e9, 864e9, 96 * MIB, 362e12),
+        Machine("l4", "NVIDIA L4", "NVIDIA L4", "sm_89", 58, 2.04e9, 300e9, 48 * MIB, 121e12),
+        Machine("l40s", "NVIDIA L40S", "NVIDIA L40S", "sm_89", 142, 2.52e9, 864e9, 96 * MIB, 362e12),
         # NVIDIA Ada architecture white paper, appendix A.
-        Machine("rtx4090", "NVIDIA GeForce RTX 4090", "sm_89", 128, 2.52e9, 1.008e12, 72 * MIB, 165.2e12),
+        Machine(
+            "rtx4090",
+            "NVIDIA GeForce RTX 4090",
+            "NVIDIA GeForce RTX 4090",
+            "sm_89",
+            128,
+            2.52e9,
+            1.008e12,
+            72 * MIB,
+            165.2e12,
+        ),
         # NVIDIA DGX B200 data sheet, an eighth of it; multiprocessors, clock and L2 as Chips and Cheese found them
         # ("Nvidia's B200", 2025).
-        Machine("b200", "NVIDIA B200 (180 GB)", "sm_100", 148, 1.965e9, 8.0e12, 126 * MIB, 2250e12),
+        Machine("b200", "NVIDIA B200 (180 GB)", "NVIDIA B200", "sm_100", 148, 1.965e9, 8.0e12, 126 * MIB, 2250e12),
         # NVIDIA T4 data sheet, Turing architecture white paper; 16 bits are f16, it has no bf16.
-        Machine("t4", "NVIDIA T4", "sm_75", 40, 1.59e9, 320e9, 4 * MIB, 65e12),
+        Machine("t4", "NVIDIA T4", "Tesla T4", "sm_75", 40, 1.59e9, 320e9, 4 * MIB, 65e12),
     )
 }
 

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kgen.codegen.collapse import Merge, collapse
-from kgen.codegen.pipeline import schedule_kernel
+from kgen.codegen.knobs import Knobs
+from kgen.codegen.pipeline import MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Scheduled
 from kgen.codegen.shapes import ShapeError, bind_dims, constants, flat_shape
@@ -33,7 +34,6 @@ Value = int | float | bool
 BACKENDS = ("cuda", "triton")
 _FUNCTION = re.compile(r"Function properties for (\w+)\n")  # in the compiler's log
 _ANY = 1024  # the size of a dimension that changes nothing
-NUM_SMS = 132  # multiprocessors of the device that is compiled for where none is named: an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,18 @@ class Target:
         """The kernel's name."""
         return self.kernel.name
 
-    def scheduled(self, backend: str, num_sms: int = NUM_SMS) -> Scheduled:
-        """The kernel in normal form with the schedule of `backend` for a device of `num_sms` multiprocessors."""
-        return schedule_kernel(self.layout.kernel, self.layout.variant, backend, num_sms=num_sms)
+    def scheduled(self, backend: str, num_sms: int = MULTIPROCESSORS, knobs: Knobs | None = None) -> Scheduled:
+        """The kernel in normal form with the schedule of `backend` for a device of `num_sms` multiprocessors, turned by
+        `knobs`."""
+        return schedule_kernel(self.layout.kernel, self.layout.variant, backend, num_sms=num_sms, knobs=knobs)
 
-    def program(self, backend: str, num_sms: int = NUM_SMS) -> Program:
+    def program(self, backend: str, num_sms: int = MULTIPROCESSORS, knobs: Knobs | None = None) -> Program:
         """The generated program of `backend`, `cuda` or `triton`. Of several launches each has a source of its own."""
         if backend == "cuda":
             from kgen.codegen.cuda.emit import emit
         else:
             from kgen.codegen.triton.emit import emit
-        return emit(self.scheduled(backend, num_sms))
+        return emit(self.scheduled(backend, num_sms, knobs))
 
     def launches(self, backend: str) -> tuple[Program, ...]:
         """The launches of `program`, in order. On `cuda` the source of each is the file that holds them all."""

@@ -17,6 +17,7 @@ from kgen.dsl.ir import Kernel
 from kgen.runtime.ahead import BACKENDS, Target, binary
 from kgen.runtime.errors import BackendError
 from kgen.runtime.nvrtc import Resources
+from kgen.runtime.tuned import measured
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """One launch of a backend's program. `floor`: of what it does, where L2 keeps what it asks for again."""
+    """One launch of a backend's program, with the schedule that a call takes on the machine. `floor`: of what it does,
+    where L2 keeps what it asks for again."""
 
     asked: traffic.Launch
     schedule: Schedule
@@ -107,8 +109,9 @@ def _floor(kernel: Kernel, moved: int, instructions: Instructions, machine: Mach
 
 
 def _launches(made: Target, machine: Machine, backend: str) -> tuple[LaunchCost, ...]:
-    scheduled = made.scheduled(backend, machine.multiprocessors)
-    program = made.program(backend, machine.multiprocessors)
+    knobs = measured(made.layout, backend, machine.device)
+    scheduled = made.scheduled(backend, machine.multiprocessors, knobs)
+    program = made.program(backend, machine.multiprocessors, knobs)
     out: list[LaunchCost] = []
     for asked, p in zip(traffic.traffic(scheduled, made.layout.dims), program.launches, strict=True):
         b = binary(made, p, machine.arch)

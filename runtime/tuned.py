@@ -151,6 +151,15 @@ def remarks(layout: Layout, backend: str) -> list[str]:
     return out
 
 
+def measured(layout: Layout, backend: str, device: str) -> Knobs | None:
+    """The knobs that a call of `layout` takes on the GPU called `device`, whether it is here or not: those measured
+    with any driver. None for the default schedule, and where the source sets one."""
+    if switched_off() or written(layout.kernel, layout.variant, backend) is not None:
+        return None
+    result = Table(device, None).find(subject(layout, backend))
+    return None if result is None else to_knobs(result, layout.kernel)
+
+
 def device_name(device: torch.device) -> str:
     """What results of `device` are kept under: the name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

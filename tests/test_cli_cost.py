@@ -11,6 +11,11 @@ from host_kit import MLP
 from typer.testing import CliRunner
 
 from kgen.cli import app
+from kgen.codegen.knobs import Knobs
+from kgen.dsl.modules import load
+from kgen.runtime import tuned
+from kgen.runtime.ahead import Choices, target
+from kgen.runtime.tuned_store import Result, add, knob_data
 
 OPS = Path(__file__).resolve().parents[1] / "ops"
 NORM = OPS / "rms_norm.kdsl"
@@ -58,10 +63,38 @@ def test_the_machine_is_named_or_follows_from_the_architecture() -> None:
         (("-s", "cost", "--gpu", "h300"), "it is none of h200, h100, a100"),
         (("-s", "cost", "--gpu", "a100", "--arch", "sm_90"), "NVIDIA A100 SXM (80 GB) is sm_80"),
         (("-s", "cost", "--arch", "sm_70"), "no machine with it is known; name one: --gpu h200"),
-        (("-s", "cuda", "--gpu", "h200"), "--gpu is for --stage cost"),
+        (("-s", "cuda", "--gpu", "h200"), "--gpu is for --stage cost and schedule"),
     ]:
         code, out = show(NORM, *args)
         assert code == 2 and message in " ".join(out.split()), out
+
+
+def test_the_schedule_that_was_measured_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KGEN_TUNED", str(tmp_path))
+    module = load(NORM).module
+    made = target(module, module.kernels[0], Choices(dtype="bf16"))
+    knobs = Knobs(threads=512, rows=1)
+    result = Result(
+        tuned.subject(made.layout, "cuda"), "rms_norm", {"T": "bf16"}, {"M": 16384, "N": 4096},
+        knob_data(knobs, made.layout.kernel), 60.0, 70.0, driver="some",
+    )  # fmt: skip
+    add("NVIDIA A100-SXM4-80GB", [result])
+    args = (NORM, "--dtype", "bf16", "--gpu")
+    got = data(*args, "a100", "-s", "cost")["cost"]["backends"]
+    assert (
+        got["cuda"]["launches"][0]["schedule"] | {"threads": 512, "by": "tuned"}
+        == got["cuda"]["launches"][0]["schedule"]
+    )
+    assert got["triton"]["launches"][0]["schedule"]["by"] == "ladders"
+    text = data(*args, "a100", "-s", "schedule")["schedule"]
+    assert text.startswith("# row: 512 threads") and "# set by a tuned schedule, the rest chosen by ladders" in text
+    assert "# chosen by ladders" in data(*args, "h200", "-s", "schedule")["schedule"]
+    # What the source sets comes before it.
+    own = tmp_path / "own.kdsl"
+    line = "    example M = 16384, N = 4096\n"
+    own.write_text(NORM.read_text().replace(line, line + "    schedule cuda: threads = 64\n"))
+    text = data(own, "--dtype", "bf16", "--gpu", "a100", "-s", "schedule")["schedule"]
+    assert text.startswith("# row: 64 threads") and f"# set by the schedule at {own}:" in text
 
 
 def test_an_op_is_the_sum_of_its_steps() -> None:

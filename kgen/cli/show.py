@@ -55,6 +55,7 @@ class _Compiled:
     chosen: Choices
     backend: str
     arch: str
+    gpu: bool  # whether the machine is named
     machine: Callable[[], Machine]
     gradients: tuple[str, ...] | None  # of an op: those of which parameters, None for all that have one
 
@@ -70,7 +71,7 @@ def show(
         str | None, typer.Option("--arch", help="Architecture of ptx, sass and cost; sm_90 where none is given.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="h200", help="The machine of the cost, by name; else one of --arch.")
+        str | None, typer.Option("--gpu", metavar="h200", help="The machine of cost and schedule; else one of --arch.")
     ] = None,
     dim: DimOption = None,
     dtype: DtypeOption = None,
@@ -98,7 +99,7 @@ def show(
         kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
         kgen show rms_norm.kdsl --stage backward --dtype bf16
         kgen show rms_norm.kdsl --stage backward,cuda,triton --dtype bf16
-        kgen show rms_norm.kdsl --stage cost --gpu a100 --dim N=8192
+        kgen show rms_norm.kdsl --stage schedule,cost --gpu a100 --dim N=8192
         kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
         kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan
         kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan --gradients x
@@ -109,8 +110,8 @@ def show(
     stages = _stages(stage)
     if backend not in ("cuda", "triton"):
         raise UsageError(f"--backend: '{backend}' is neither cuda nor triton")
-    if gpu is not None and "cost" not in stages:
-        raise UsageError("--gpu is for --stage cost")
+    if gpu is not None and not {"cost", "schedule"} & set(stages):
+        raise UsageError("--gpu is for --stage cost and schedule")
     (target_arch, *more) = architectures(arch or "sm_90")
     if more:
         raise UsageError("--arch: show takes one architecture")
@@ -127,7 +128,9 @@ def show(
         if op is None and asked is not None:
             raise UsageError(f"--gradients is for ops, and {declared.name} is a kernel")
         refuse_unknown(chosen, [declared])
-        how = _Compiled(chosen, backend, target_arch, lambda: machine_of(gpu, target_arch, arch is not None), asked)
+        how = _Compiled(
+            chosen, backend, target_arch, gpu is not None, lambda: machine_of(gpu, target_arch, arch is not None), asked
+        )
         texts = _op_texts(module, op, stages, how) if op is not None else _texts(module, declared, stages, how)
     if as_json:
         print_json({s: shown.text if shown.data is None else shown.data for s, shown in texts.items()})
@@ -229,10 +232,18 @@ def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
     if stage == "ir":
         return _Shown(kernel_text(made.kernel))
     if stage == "schedule":
-        from kgen.runtime.tuned import remarks
+        from kgen.codegen.knobs import written
+        from kgen.runtime.tuned import measured, remarks
 
-        scheduled = made.scheduled(how.backend)
-        tuned = "".join(f"# tuned on {line}\n" for line in remarks(made.layout, how.backend))
+        where, tuned = made.layout, ""
+        if how.gpu:
+            machine = how.machine()
+            knobs = measured(where, how.backend, machine.device)
+            scheduled = made.scheduled(how.backend, machine.multiprocessors, knobs)
+        else:
+            scheduled = made.scheduled(how.backend)
+            if written(where.kernel, where.variant, how.backend) is None:  # which comes before what was measured
+                tuned = "".join(f"# tuned on {line}\n" for line in remarks(where, how.backend))
         return _Shown(tuned + "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then)))
     if stage in ("cuda", "triton"):
         # A sum over programs is several launches, each with a source of its own.
