@@ -13,7 +13,7 @@ from lark import Token
 
 from kgen.dsl import ast
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.dsl.lexing import OPERAND_ENDS, Line, logical_lines, normalised
+from kgen.dsl.lexing import OPERAND_ENDS, SUITE_HEADS, Line, logical_lines, normalised
 from kgen.dsl.parser import parse, tokens
 from kgen.dsl.printing import docstring_lines, expr_text, function_text, kernel_text, module_text
 from kgen.dsl.source import SourceFile
@@ -162,7 +162,7 @@ def _comment(token: Token) -> str:
 
 def _split_suite(line: list[Token]) -> list[list[Token]]:
     """A line in two where a statement stands behind the colon of its `if`, `else`, `for`, `kernel` or `backward`."""
-    if line[0].type in ("IF", "ELIF", "ELSE", "FOR", "KERNEL", "BACKWARD"):
+    if line[0].type in SUITE_HEADS:
         colon = _at_depth_0(line, {"COLON"})[0]
         if colon + 1 < len(line):
             return [line[: colon + 1], line[colon + 1 :]]

@@ -30,6 +30,8 @@ LINE_STARTS = {
     "KERNEL", "BACKWARD", "FN", "OP", "PARALLEL", "TILE", "REQUIRE", "EXAMPLE", "SCHEDULE", "IF", "ELIF", "ELSE", "FOR",
     "FROM",
 }  # fmt: skip
+# Lines that end in a colon, behind which one statement may stand.
+SUITE_HEADS = {"KERNEL", "BACKWARD", "IF", "ELIF", "ELSE", "FOR"}
 # Tokens that end an operand: a sign behind one is binary.
 OPERAND_ENDS = {
     "NAME", "NUMBER", "RPAR", "RSQB", "QMARK", "TRUE", "FALSE", "CAPITAL_TRUE", "CAPITAL_FALSE"
@@ -145,7 +147,7 @@ class _Layout:
                 continue
             if at_start and self.heads(number, "backward"):
                 kind = token.type = "BACKWARD"
-            elif at_start and self.heads(number, "schedule"):
+            elif (at_start or self.behind_suite_colon()) and self.heads(number, "schedule"):
                 kind = token.type = "SCHEDULE"
             elif kind == "NAME" and token.value == "when" and self.behind_backend():
                 kind = token.type = "WHEN"
@@ -166,9 +168,14 @@ class _Layout:
         token, after = self.raw[number], self.raw[number + 1 : number + 2]
         return token.type == "NAME" and token.value == word and bool(after) and after[0].type == "NAME"
 
+    def behind_suite_colon(self) -> bool:
+        """Whether a statement may follow on the line so far, which is the head of a block."""
+        heads = bool(self.tokens) and self.tokens[0].type in SUITE_HEADS
+        return heads and not self.brackets and self.tokens[-1].type == "COLON"
+
     def behind_backend(self) -> bool:
-        """Whether the line so far is `schedule NAME`."""
-        return [t.type for t in self.tokens] == ["SCHEDULE", "NAME"]
+        """Whether the line so far ends in `schedule NAME`."""
+        return [t.type for t in self.tokens[-2:]] == ["SCHEDULE", "NAME"]
 
     def error(self, code: str, message: str, token: Token, *, label: str = "", help: str = "") -> None:
         self.bad = True

@@ -132,7 +132,9 @@ class SyntaxExplainer:
                 token,
                 "align it with its if, directly after the block of that if",
             )
-        elif token.type == "NEWLINE" and "COLON" in accepts:
+        elif first.value == "schedule" and [t.type for t in before] == ["NAME"] and token.type == "COLON":
+            self.error("K0110", "expected a backend, found ':'", token, f"it is written {_FORMS['SCHEDULE']}")
+        elif token.type == "NEWLINE" and "COLON" in accepts and first.type != "SCHEDULE":
             self.missing_colon(line)
         elif token.type == "AT" and "STAR" in accepts:
             self.error(

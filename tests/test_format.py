@@ -64,10 +64,19 @@ TARGETS = SUBSCRIPTS | st.builds(lambda n: ast.Name(n, AT), NAMES)
 PAIRS = st.lists(st.tuples(TARGETS, EXPRS), min_size=1, max_size=3)
 BINDINGS = st.lists(st.builds(lambda n, e: ast.Binding(n, e, AT), NAMES, EXPRS), min_size=1, max_size=3).map(tuple)
 SIZES = st.builds(lambda n, v: ast.ExampleSize(n, ast.Number(v, AT), AT), NAMES, st.integers(0, 2**40))
+SETTINGS = st.builds(
+    lambda n, i, v: ast.Setting(n, i, v, AT, AT, None if i is None else AT, AT),
+    NAMES, st.none() | NAMES, st.integers(0, 2**40) | NAMES,
+)  # fmt: skip
+SCHEDULES = st.builds(
+    lambda b, c, s: ast.Schedule(b, c, tuple(s), AT, AT),
+    NAMES, st.none() | EXPRS, st.lists(SETTINGS, min_size=1, max_size=4),
+)  # fmt: skip
 SIMPLE = (
     st.builds(lambda k, b: ast.Bind(k, b, AT), st.sampled_from(["parallel", "tile"]), BINDINGS)
     | st.builds(lambda e: ast.Require(e, AT), EXPRS)
     | st.lists(SIZES, min_size=1, max_size=8).map(lambda s: ast.Example(tuple(s), AT))
+    | SCHEDULES
     | PAIRS.map(lambda p: ast.Assign(tuple(t for t, _ in p), tuple(e for _, e in p), AT))
     | st.builds(lambda t, e: ast.Accumulate(t, e, AT), SUBSCRIPTS, EXPRS)
 )

@@ -79,6 +79,20 @@ def test_neither_word_is_reserved() -> None:
     assert torch.equal(module["k"](x, backend="reference"), x)
 
 
+def test_behind_the_colon_of_a_branch() -> None:
+    text = (
+        "kernel k(x: f32[N], w: f32[N]?) -> (y: f32[N]):\n    parallel n in N\n"
+        "    if w: schedule cuda: threads = 64\n    y[n] = x[n]\n"
+    )
+    assert problems(text) == []
+    assert "    if w:\n        schedule cuda: threads = 64\n" in format_source(text)
+
+
+def test_a_schedule_without_its_backend() -> None:
+    ((code, message),) = problems(norm("schedule: threads = 64"))
+    assert (code, message) == ("K0110", "expected a backend, found ':'")
+
+
 @pytest.mark.parametrize(
     "line",
     ["schedule cuda", "schedule cuda:", "schedule cuda threads = 4", "schedule cuda when: threads = 64",

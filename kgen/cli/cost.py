@@ -55,9 +55,11 @@ def kernel_text(c: KernelCost) -> str:
     """The cost of a kernel: what it must do, its floor, and a column for each launch of each backend."""
     out = [*_head(c.kernel.name, c.dims, c.machine), "", *_must(c.cost, c.dims), ""]
     out += [*_floor_lines(c.floor, c.machine), ""]
-    launches = [(b, la) for b, found in c.backends.items() if not isinstance(found, str) for la in found]
-    if launches:
-        out.append(_launch_table(launches))
+    compiled = {b: found for b, found in c.backends.items() if not isinstance(found, str)}
+    if any(len(found) > 1 for found in compiled.values()):  # a table each, so that they fit a terminal
+        out += [f"{_launch_table([(b, la) for la in found])}\n" for b, found in compiled.items()]
+    elif compiled:
+        out.append(_launch_table([(b, la) for b, found in compiled.items() for la in found]))
     out += [f"{b}: {found}" for b, found in c.backends.items() if isinstance(found, str)]
     return "\n".join(out)
 
@@ -138,7 +140,7 @@ def _launch_table(launches: Sequence[tuple[str, LaunchCost]]) -> str:
 
 def _column(la: LaunchCost) -> dict[str, str]:
     s, used, fits, a = la.schedule, la.used, la.occupancy, la.asked
-    chunks = "".join(f", {axis} by {n}" for axis, n in s.chunks)
+    chunks = "".join(f", {axis} by {n}" for axis, n in s.chunks) + (f", {s.stages} in flight" if s.stages > 1 else "")
     again = sum(r.again for r in a.requests)
     passes = max((r.passes for r in a.requests), default=0)
     spills = used.spill_store_bytes + used.spill_load_bytes
@@ -283,6 +285,7 @@ def _launch_data(la: LaunchCost) -> dict[str, Any]:
             "rows": s.rows,
             "vector": s.vector,
             "chunks": dict(s.chunks),
+            "stages": s.stages,
         },
         "programs": la.asked.programs,
         "requests": {
