@@ -39,7 +39,10 @@ class Item:
         ready = kernel.prepare(*self.values, backend=backend)
         tensors = [t for i in kernel.tensor_at if (t := self.values[i]) is not None]
         scalars = [convert(self.values[i]) for i, convert, _, _ in ready.scalars]
-        return lambda: ready.run([*tensors], scalars, [t.data_ptr() for t in tensors], None)
+        plan = ready.plan
+        if plan is None:
+            raise ValueError(f"{self.name}: no plan of its own")
+        return lambda: plan(*tensors, *scalars, *[t.data_ptr() for t in tensors])
 
     def needing_grad(self) -> tuple[torch.Tensor, ...]:
         """The inputs, those of a floating dtype as leaves that require grad."""

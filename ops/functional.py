@@ -57,9 +57,7 @@ def rms_norm(
     """
     round_first, shift = casting_arguments("rms_norm", weight is not None, casting, offset)
     try:
-        return _kernel("rms_norm", "rms_norm")(
-            x, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
-        )
+        return _kernel("rms_norm", "rms_norm").ordered((x, weight, eps, shift, round_first), backend, out)
     except ArgumentError as error:
         raise in_words_of_the_caller(error, w="weight") from None
 
@@ -82,9 +80,8 @@ def add_rms_norm(
     """
     round_first, shift = casting_arguments("add_rms_norm", weight is not None, casting, offset)
     try:
-        return _kernel("add_rms_norm", "add_rms_norm")(
-            x, residual, weight, eps=eps, offset=shift, round_first=round_first, backend=backend, out=out
-        )
+        kernel = _kernel("add_rms_norm", "add_rms_norm")
+        return kernel.ordered((x, residual, weight, eps, shift, round_first), backend, out)
     except ArgumentError as error:
         raise in_words_of_the_caller(error, w="weight") from None
 
@@ -114,7 +111,7 @@ def layer_norm(
     Returns `[..., N]` in x's dtype.
     """
     try:
-        return _kernel("layer_norm", "layer_norm")(x, weight, bias, eps=eps, backend=backend, out=out)
+        return _kernel("layer_norm", "layer_norm").ordered((x, weight, bias, eps), backend, out)
     except ArgumentError as error:
         raise in_words_of_the_caller(error, w="weight", b="bias") from None
 
@@ -126,7 +123,7 @@ def swiglu(
 
     The halves of one tensor may be passed as they come from `chunk`: their strides are used, nothing is copied.
     """
-    return _kernel("swiglu", "swiglu")(gate, up, backend=backend, out=out)
+    return _kernel("swiglu", "swiglu").ordered((gate, up), backend, out)
 
 
 def geglu(
@@ -141,7 +138,7 @@ def geglu(
     if approximate not in ("none", "tanh"):
         raise ArgumentError(f"geglu: approximate must be none or tanh, got {approximate!r}")
     name = "geglu" if approximate == "none" else "geglu_tanh"
-    return _kernel("swiglu", name)(gate, up, backend=backend, out=out)
+    return _kernel("swiglu", name).ordered((gate, up), backend, out)
 
 
 def softmax(
@@ -166,12 +163,12 @@ def _along(name: str, x: torch.Tensor, dim: int, backend: str | None, out: torch
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ArgumentError(f"{name}: dim {dim} is not a dimension of x, got {shape}")
     if dim in (-1, x.dim() - 1):
-        return _kernel("softmax", name)(x, backend=backend, out=out)
+        return _kernel("softmax", name).ordered((x,), backend, out)
     rows = x.movedim(dim, -1)
     if out is not None:
-        _kernel("softmax", name)(rows, backend=backend, out=out.movedim(dim, -1))
+        _kernel("softmax", name).ordered((rows,), backend, out.movedim(dim, -1))
         return out
-    return _kernel("softmax", name)(rows, backend=backend, like=(rows,)).movedim(-1, dim)
+    return _kernel("softmax", name).ordered((rows,), backend, None, (rows,)).movedim(-1, dim)
 
 
 def rope(
@@ -197,9 +194,7 @@ def rope(
         if positions is not None:
             raise ArgumentError("rope: positions select rows of [P, R] tables, and cos and sin have one row a token")
         cos, sin, positions = _rows_of_tokens(q, cos, sin)
-    return _kernel("rope", "rope")(
-        q, k, cos, sin, positions=positions, interleaved=interleaved, backend=backend, like=(q, k)
-    )
+    return _kernel("rope", "rope").ordered((q, k, cos, sin, positions, interleaved), backend, None, (q, k))
 
 
 def _rank(t: torch.Tensor) -> int | None:

@@ -27,6 +27,7 @@ from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.parser import parse_text
 from kgen.runtime.binding import examine, no_vmap, refuse_scalar_gradient
 from kgen.runtime.errors import ArgumentError
+from kgen.runtime.picking import picker
 
 if TYPE_CHECKING:
     from kgen.runtime.kernel import Kernel
@@ -62,6 +63,21 @@ class Training:
     def reached(self) -> frozenset[int]:
         """The outputs that carry a gradient, whether or not the backward kernel reads what arrives."""
         return frozenset(i for i, t in enumerate(self.kernel.signature.outputs) if t.name in self.derived.cotangents)
+
+    @cached_property
+    def unreached(self) -> tuple[int, ...]:
+        """The outputs that carry none."""
+        return tuple(i for i in range(self.outputs) if i not in self.reached)
+
+    @cached_property
+    def pick_saved(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """Takes the parameters that are kept for the backward pass out of the original ones."""
+        return picker(self.saved)
+
+    @cached_property
+    def pick_kept(self) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """Takes the results that are kept out of those of `forward`."""
+        return picker(self.kept)
 
     @cached_property
     def scalars(self) -> tuple[int, ...]:
@@ -168,14 +184,20 @@ class Like:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def keep(ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
-    """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters."""
-    ctx.save_for_backward(*(values[i] for i in t.saved), *(results[i] for i in t.kept))
+def keep(
+    ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.Tensor], *, residuals: bool = True
+) -> None:
+    """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters. `residuals` says
+    whether they are results of the torch function too."""
+    ctx.save_for_backward(*t.pick_saved(values), *t.pick_kept(results))
     ctx.scalars = {i: values[i] for i in t.scalars}
-    reached = t.reached
-    ctx.likes = {i: Like.of(results[i]) for i in reached} if len(reached) > 1 else {}
+    ctx.likes = {i: Like.of(results[i]) for i in t.reached} if len(t.reached) > 1 else {}
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in reached))
+    silent = [results[i] for i in t.unreached]
+    if residuals:
+        silent += results[t.outputs :]
+    if silent:
+        ctx.mark_non_differentiable(*silent)
 
 
 def gradients(
@@ -266,6 +288,41 @@ class _Call(torch.autograd.Function):
         return (None, None, None, *(found.get(i) for i in range(len(ctx.needs_input_grad) - 3)))
 
 
+@dataclass(frozen=True)
+class Task:
+    """A training form whose plan is known (see `kgen.runtime.recent`), and the tensors among the original parameters
+    that are given."""
+
+    training: Training
+    choice: str
+    plan: Callable[..., Any]
+    tensors: Sequence[int]
+
+
+class _KnownCall(_Call):
+    """The same for a call that guards have recognised. Residuals are saved, but are no results."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, values: Sequence[Any], arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:
+        t, results = task.training, task.plan(*arguments)
+        if not isinstance(results, tuple):
+            results = (results,)
+        ctx.task = task
+        keep(ctx, t, values, results, residuals=False)
+        return results[0] if t.outputs == 1 else results[: t.outputs]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        task: Task = ctx.task
+        t, choice = task.training, task.choice
+        found = gradients(ctx, t, grads, lambda arguments: _run_backward(t, choice, arguments))
+        return (None, None, None, *map(found.get, task.tensors))
+
+
+# What torch.autograd.Function.apply comes down to where no transform of torch.func is active, as guards make sure.
+apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _KnownCall), "apply")  # noqa: B009  # no stub has it
+
+
 class _TransformedCall(_Call):
     """The same in the form that torch.func takes, which costs some 20 us more a call."""
 
@@ -289,14 +346,14 @@ class _TransformedCall(_Call):
 
 
 def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, values: Sequence[Any]) -> Any:
-    results = t.forward(*(values[i] for i in t.inputs), backend=choice, like=like)
+    results = t.forward.ordered([values[i] for i in t.inputs], backend=choice, like=like)
     return results if isinstance(results, tuple) else (results,)
 
 
 def _run_backward(t: Training, choice: str, arguments: list[Any]) -> Any:
     if torch.is_grad_enabled():  # create_graph=True: the results must say that they cannot be differentiated
         return cast(Any, _Backward).apply(t, choice, *arguments)
-    return t.backward(*arguments, backend=choice)
+    return t.backward.ordered(arguments, backend=choice)
 
 
 class _Backward(torch.autograd.Function):

@@ -32,7 +32,8 @@ _lock = Lock()
 _counts: Counter[str] = Counter()
 # Launches are counted by drawing from an iterator, one uninterruptible step: no lock on the path of every call.
 _launches: dict[str, itertools.count[int]] = {}
-_listeners: tuple[Callable[[Launch], None], ...] = ()
+# Those who listen now; looked at by whoever would spare a call.
+listeners: tuple[Callable[[Launch], None], ...] = ()
 
 
 def count(event: str, n: int = 1) -> None:
@@ -51,17 +52,28 @@ def counts() -> Counter[str]:
     return out
 
 
+def drawer(launch: Launch) -> Callable[[], int]:
+    """A function that counts one execution of `launch` at each call."""
+    with _lock:
+        return _launches.setdefault(launch.executor, itertools.count()).__next__
+
+
 def recorder(launch: Launch) -> Callable[[], None]:
     """A function that records one execution of `launch` at each call."""
-    with _lock:
-        drawn = _launches.setdefault(launch.executor, itertools.count())
+    draw = drawer(launch)
+    return lambda: record(launch, draw)
 
-    def record() -> None:
-        next(drawn)
-        for listener in _listeners:
-            listener(launch)
 
-    return record
+def record(launch: Launch, draw: Callable[[], int]) -> None:
+    """Count one execution of `launch`, which `drawer` gave `draw` for, and tell it."""
+    draw()
+    tell(launch)
+
+
+def tell(launch: Launch) -> None:
+    """Tell those who listen of one execution."""
+    for listener in listeners:
+        listener(launch)
 
 
 @contextmanager
@@ -72,13 +84,13 @@ def launches() -> Iterator[list[Launch]]:
     ...     module.vec_add(a, b, backend="cuda")
     >>> assert [l.executor for l in seen] == ["cuda-host"]
     """
-    global _listeners
+    global listeners
     seen: list[Launch] = []
     listener = seen.append
     with _lock:
-        _listeners = (*_listeners, listener)
+        listeners = (*listeners, listener)
     try:
         yield seen
     finally:
         with _lock:
-            _listeners = tuple(each for each in _listeners if each is not listener)
+            listeners = tuple(each for each in listeners if each is not listener)

@@ -1,7 +1,8 @@
 """A kernel as a Python function on tensors.
 
-A warm call is one key, one dictionary hit and one launch; everything else happens once for each signature (`_prepare`)
-or once for each compiled variant (`kgen.runtime.plan`).
+A call like one of the last few is recognised by its guards (`kgen.runtime.recent`) and launched. Any other is looked up
+by a key of all that a ready call depends on. Everything else happens once for each key (`_prepare`) or once for each
+compiled variant (`kgen.runtime.plan`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ast, ir
 from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, signature_of
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.runtime import autograd, events, registry, tuned
+from kgen.runtime import autograd, events, recent, registry, tuned
 from kgen.runtime.backends.base import Built, Executor
 from kgen.runtime.binding import Binder, examine, has_memory, is_fake, python_signature, scalar_converter
 from kgen.runtime.cache import CACHE
@@ -30,13 +31,25 @@ from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.layouts import Layout, Memory, layout
 from kgen.runtime.overlap import meets_itself
-from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall, ScalarSlot
+from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall, ScalarSlot, converted
+from kgen.runtime.unrolled import UNLIKE
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+is_grad_enabled = torch.is_grad_enabled
 
 _serials = itertools.count()
 _by_serial: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
 # Exact signatures remembered by a kernel; beyond it all are forgotten, which costs each of them some 100 us once.
 MAX_READY = 4096
+
+# Calls of one group that are recognised without a look into the dictionary. Each of them that is not the one that is
+# looked for costs a tenth of that look.
+MAX_RECENT = 4
+
+# What the recent calls of a kernel are told apart by before any tensor is looked at: the backend that is asked for, the
+# grad mode, whether outputs are new, and how many tensors are given for their layout, or as them.
+Group = tuple[str, bool, bool, int]
 
 
 class Kernel:
@@ -77,7 +90,9 @@ class Kernel:
         self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
         self.scalar_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and not p.const)
         self.inout_at = tuple(i for i in self.tensor_at if _role(params[i]) == "inout")
+        self._count = len(params)
         self._ready: dict[tuple[Any, ...], ReadyCall] = {}
+        self._recent: dict[Group, tuple[recent.Known, ...]] = {}
         self._plans: Plans = SingleFlight()
         self._choices: dict[tuple[Any, ...], tuple[Executor, Knobs | None]] = {}
         self._kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
@@ -119,13 +134,43 @@ class Kernel:
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run,
         DeriveError where a gradient is needed that cannot be derived (not under `torch.no_grad()`).
         """
-        values = self._binder.bind(args, kwargs)
+        bound = not kwargs and len(args) == self._count
+        return self.ordered(args if bound else self._binder.bind(args, kwargs), backend, out, like, check)
+
+    def ordered(
+        self,
+        values: Sequence[Any],
+        backend: str | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        like: Sequence[torch.Tensor] | None = None,
+        check: bool = False,
+    ) -> Any:
+        """A call with one value for each parameter, in order of the signature: None for an optional tensor that is not
+        given. The rest is as for any call."""
         outs = self._outs(out) if out is not None else None
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             from kgen.runtime import library  # imports torch.compile's machinery
 
-            return library.call(self, values, outs, backend)
+            return library.call(self, [*values], outs, backend)
         choice = registry.requested(backend)
+        others = outs if outs is not None else like if like is not None else ()
+        group = (choice, is_grad_enabled(), outs is None, len(others))
+        if not check and forward_ad._current_level < 0:
+            for known in self._recent.get(group, ()):
+                if (result := known(values, others)) is not UNLIKE:
+                    return result
+        return self._looked_up([*values], outs, like, choice, group, check)
+
+    def _looked_up(
+        self,
+        values: list[Any],
+        outs: tuple[torch.Tensor, ...] | None,
+        like: Sequence[torch.Tensor] | None,
+        choice: str,
+        group: Group,
+        check: bool,
+    ) -> Any:
+        """A call unlike the recent ones."""
         if torch.is_grad_enabled():
             if wanted := autograd.requiring(self, values):
                 if outs is not None or self.inout_at:
@@ -133,38 +178,69 @@ class Kernel:
                 else:
                     if check:
                         self._check(values, None)
-                    return autograd.record(self, values, wanted, choice, like)
+                    results = autograd.record(self, values, wanted, choice, like)
+                    self._remember_recorded(group, values, wanted, like)
+                    return results
         elif forward_ad._current_level >= 0 and self.has_float_output:  # torch.no_grad() stops no tangent
             autograd.refuse_tangents(self, values)
-        addresses: list[int] = []
-        try:
-            key = self._key(values, outs, like, choice, addresses)
-            ready = self._ready.get(key)
-        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
-            # Something among the arguments is no plain tensor. _prepare finds out what and says it.
-            key, ready = None, None
-            if any(is_fake(values[i]) for i in self.tensor_at):
-                from kgen.runtime import library  # as above
-
-                return library.call(self, values, outs, choice)
+        ready, addresses, is_kept = self._find(values, outs, like, choice)
         if ready is None:
-            ready = self._prepare(values, outs, choice, like)
-            if key is not None:
-                if len(self._ready) >= MAX_READY:
-                    self._ready.clear()
-                self._ready[key] = ready
+            from kgen.runtime import library  # as above
+
+            return library.call(self, values, outs, choice)
+        if is_kept:
+            self._remember(group, recent.remember(self, ready, values, outs or like or (), outs is not None))
         tensors = [t for i in self.tensor_at if (t := values[i]) is not None]
-        if key is None:
-            addresses = [t.data_ptr() for t in tensors]
-        scalars = [
-            converted if (v := values[i]) is default else convert(v) for i, convert, default, converted in ready.scalars
-        ]
+        scalars = converted(ready.scalars, values)
         if check:
             self._check(values, outs)
         results = ready.run(tensors, scalars, addresses, outs)
         if not results:
             results = [values[i] for i in self.inout_at]
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _find(
+        self,
+        values: list[Any],
+        outs: Sequence[Any] | None,
+        like: Sequence[torch.Tensor] | None,
+        choice: str,
+    ) -> tuple[ReadyCall | None, list[int], bool]:
+        """The ready call for these arguments, the addresses of the tensors among `values`, and whether it is kept: a
+        tensor in place of a number may have another value at the next call. No ready call for fake tensors."""
+        addresses: list[int] = []
+        try:
+            key = self._key(values, outs, like, choice, addresses)
+            ready = self._ready.get(key)
+        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+            # Something among the arguments is no plain tensor. _prepare finds out what and says it.
+            if any(is_fake(values[i]) for i in self.tensor_at):
+                return None, [], False
+            ready = self._prepare(values, outs, choice, like)
+            return ready, [t.data_ptr() for i in self.tensor_at if (t := values[i]) is not None], False
+        if ready is None:
+            ready = self._prepare(values, outs, choice, like)
+            if len(self._ready) >= MAX_READY:
+                self._ready.clear()
+            self._ready[key] = ready
+        return ready, addresses, True
+
+    def _remember(self, group: Group, known: recent.Known | None) -> None:
+        """Keep what recognises a call among the recent ones, in front."""
+        if known is not None:
+            # One assignment: what another thread adds in the meantime is found again in the dictionary.
+            self._recent[group] = (known, *self._recent.get(group, ())[: MAX_RECENT - 1])
+
+    def _remember_recorded(
+        self, group: Group, values: list[Any], wanted: tuple[int, ...], like: Sequence[torch.Tensor] | None
+    ) -> None:
+        if not recent.guardable([t for i in self.tensor_at if (t := values[i]) is not None]):
+            return
+        choice = group[0]
+        t = autograd.training(self, values, wanted)
+        ready, _, is_kept = t.forward._find([values[i] for i in t.inputs], None, like, choice)
+        if ready is not None and is_kept:
+            self._remember(group, recent.remember_recorded(self, t, ready, choice, values, like or ()))
 
     def prepare(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ import torch
 from kgen.codegen.knobs import Knobs
 from kgen.codegen.program import Program
 from kgen.codegen.variant import Variant
-from kgen.runtime import events
+from kgen.runtime import events, unrolled
 from kgen.runtime.backends.base import Built, Launch, ScalarValue
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.overlap import Region, shares_memory, span
+from kgen.runtime.unrolled import Work
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,16 @@ class Argument:
 ScalarSlot = tuple[int, Callable[[Any], ScalarValue], Any, Any]
 
 
+def converted(slots: Sequence[ScalarSlot], values: Sequence[Any]) -> list[ScalarValue]:
+    """The scalars of a call among its `values`, checked and converted."""
+    return [known if (v := values[i]) is default else convert(v) for i, convert, default, known in slots]
+
+
 class ReadyCall:
     """Everything about calls of one exact signature.
 
     `launch` is None where there is nothing to compute; outputs that are sums (`zeroed`) are then set to zero.
     """
-
-    __slots__ = (
-        "_arguments", "_launch", "_make", "_pairs", "_record", "_written", "_zeroed", "built", "device", "kernel",
-        "scalars",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -97,9 +99,9 @@ class ReadyCall:
         self.built = built
         self.scalars = tuple(scalars)
         self._arguments = tuple(arguments)
-        self._make = tuple(_maker(a, device, arguments) for a in outputs)
+        self._outputs = tuple(outputs)
         self._launch = launch
-        self._record = events.recorder(event)
+        self._event, self._draw = event, events.drawer(event)
         self._zeroed = tuple(zeroed)
         first_output = len(arguments) - len(outputs)
         # Fresh outputs share memory with nothing.
@@ -112,6 +114,24 @@ class ReadyCall:
             for j in range(len(arguments) if given else first_output)
             if j != i and arguments[j].span and not (j in self._written and j < i)
         )
+        # What a call for new outputs does, where there is nothing else to see to: None where inputs are written, or
+        # there is nothing to launch.
+        self.work: Work | None = None
+        if launch is not None and outputs and not self._written and not given:
+            self.work = Work(device, outputs, launch, event, self._draw, self._elsewhere)
+
+    def _elsewhere(self, tensors: list[Any], scalars: list[Any], addresses: list[int]) -> Any:
+        results = self.run(tensors, scalars, addresses, None)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @cached_property
+    def plan(self) -> Callable[..., Any] | None:
+        """A function of the tensors, one after another, then the converted scalars, then the tensors' addresses; it
+        returns the output, or a tuple of them. None as for `work`. Nothing is checked: tensors must have the layout
+        that this was made for."""
+        if self.work is None:
+            return None
+        return unrolled.plain(self.work, len(self._arguments) - len(self._outputs), len(self.scalars))
 
     @property
     def program(self) -> Program | None:
@@ -120,22 +140,23 @@ class ReadyCall:
 
     def run(
         self,
-        tensors: list[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
         scalars: Sequence[ScalarValue],
         addresses: list[int],
         out: Sequence[torch.Tensor] | None,
     ) -> Sequence[torch.Tensor]:
         """Run the kernel on the inputs `tensors` (at `addresses`) and return the outputs: `out`, or new ones."""
         if out is None:
-            out = [make(tensors) for make in self._make]
+            new = torch.empty_strided
+            out = [new(a.shape, a.strides, dtype=a.dtype, device=self.device) for a in self._outputs]
+        tensors = [*tensors, *out]
         for t in out:
-            tensors.append(t)
             addresses.append(t.data_ptr())
         if self._written:
             self._check_written(tensors, addresses)
         if self._launch is not None:
             self._launch(tensors, scalars, addresses)
-            self._record()
+            events.record(self._event, self._draw)
         for i in self._zeroed:
             out[i].zero_()
         for i in self._written:
@@ -159,26 +180,6 @@ class ReadyCall:
                         f"{self.kernel}: argument '{first.name}', which is written, shares memory with argument "
                         f"'{second.name}'; pass a tensor of its own"
                     )
-
-
-def _maker(
-    output: Argument, device: torch.device, arguments: Sequence[Argument]
-) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    """How a new output is allocated: like an input where one looks the same, which torch does in half the time."""
-    shape, strides, dtype = output.shape, output.strides, output.dtype
-    plain = strides == torch.empty(shape, device="meta").stride()
-    same = (shape, dtype, strides)
-    model = next((i for i, a in enumerate(arguments) if a.is_input and (a.shape, a.dtype, a.strides) == same), None)
-
-    def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        # A subclass would answer with its own kind.
-        if model is not None and type(x := tensors[model]) is torch.Tensor:
-            return torch.empty_like(x)
-        if plain:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    return make
 
 
 def _region(address: int, a: Argument) -> Region:

@@ -137,7 +137,7 @@ def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -
     except ImportError as error:
         raise TritonCompileError(f"Triton is missing ({error}); install it with: pip install triton") from None
     function: Any = getattr(load_module(program.source, program.entry, folder), program.entry)
-    source = ASTSource(function, signature(program), attrs=_attributes(program, variant))
+    source = ASTSource(function, signature(program), attrs=attributes(program, variant))
     options = {"num_warps": program.schedule.threads // 32, **NUMERICS_OPTIONS}
     try:
         with _lock:
@@ -155,7 +155,7 @@ def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -
     )
 
 
-def _attributes(program: Program, variant: Variant) -> dict[tuple[int, ...], list[list[object]]]:
+def attributes(program: Program, variant: Variant) -> dict[tuple[int, ...], list[list[object]]]:
     """What the variant proves of pointer arguments. Strides carry their proofs in the source."""
     return {
         (i,): [["tt.divisibility", 16]]
@@ -197,5 +197,13 @@ def _temporary(name: str, data: bytes) -> Iterator[Path]:
         yield path
 
 
-__all__ = ["NUMERICS_OPTIONS", "Compiled", "TritonCompileError", "compile_triton", "load_module", "signature",
-           "write_source"]  # fmt: skip
+__all__ = [
+    "NUMERICS_OPTIONS",
+    "Compiled",
+    "TritonCompileError",
+    "attributes",
+    "compile_triton",
+    "load_module",
+    "signature",
+    "write_source",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,47 +140,6 @@ def programs(program: Program, layout: Layout) -> int:
             f"split the call along its first dimension"
         )
     return grid
-
-
-_FORMATS = {"i8": "b", "u8": "B", "i16": "h", "i32": "i", "i64": "q", "f16": "e", "bf16": "H", "f32": "f", "f64": "d",
-            "bool": "?"}  # fmt: skip
-
-
-class Packer:
-    """Kernel arguments as bytes, laid out as a C compiler lays out a structure of them.
-
-    Sizes and strides of a call's layout are there from the start; a call puts in addresses, which come first, and
-    scalars, which come last.
-    """
-
-    def __init__(self, args: Sequence[Arg], slots: Slots) -> None:
-        codes = ["P" if a.kind == "tensor" else _FORMATS[a.dtype.name] for a in args]
-        tensors, scalars = len(slots.tensors), len(slots.scalars)
-        first_scalar = len(args) - scalars
-        in_order = [i for i, _ in slots.tensors] == list(range(tensors))
-        assert in_order and [i for i, _ in slots.scalars] == list(range(first_scalar, len(args)))  # as kernel_args says
-        self.offsets = tuple(struct.calcsize("@" + "".join(codes[:i]) + f"0{codes[i]}") for i in range(len(codes)))
-        self._whole = struct.Struct("@" + "".join(codes))
-        self._blank = list(slots.values)
-        self._addresses = struct.Struct(f"@{tensors}P")
-        self._scalars = [struct.Struct("@" + c) for c in codes[first_scalar:]]
-        self._scalar_offsets = self.offsets[first_scalar:]
-        self._all = tuple(k for _, k in slots.tensors)
-        self._scalar_at = tuple(k for _, k in slots.scalars)
-        self._bf16 = tuple(args[i].dtype == BF16 for i, _ in slots.scalars)
-
-    def buffer(self) -> bytearray:
-        """Memory for one call's arguments with the sizes and strides in place."""
-        out = bytearray(max(1, self._whole.size))
-        if self.offsets:
-            self._whole.pack_into(out, 0, *self._blank)
-        return out
-
-    def fill(self, buffer: bytearray, addresses: Sequence[int], scalars: Sequence[ScalarValue]) -> None:
-        """Put in the addresses of the call's tensors (those that the kernel takes are picked) and its scalars."""
-        self._addresses.pack_into(buffer, 0, *[addresses[k] for k in self._all])
-        for one, offset, k, bf16 in zip(self._scalars, self._scalar_offsets, self._scalar_at, self._bf16, strict=True):
-            one.pack_into(buffer, offset, bf16_bits(scalars[k]) if bf16 else scalars[k])
 
 
 def bf16_bits(value: ScalarValue) -> int:

@@ -1,23 +1,32 @@
-"""The Triton backend on a GPU: Triton compiles and launches."""
+"""The Triton backend on a GPU: Triton compiles; the driver loads and launches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import sys
 from functools import cache as memoised
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kgen.codegen.program import Program
-from kgen.runtime.backends.base import Built, Generated, Launch, ScalarValue, Slots, programs
-from kgen.runtime.cache import Cache, temporary_folder
+from kgen.codegen.variant import Variant
+from kgen.runtime import events
+from kgen.runtime.backends.base import Built, Generated
+from kgen.runtime.backends.driver import Binary, Loaded
+from kgen.runtime.cache import Cache, cache_key, temporary_folder
 from kgen.runtime.errors import BackendError
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
 
 class Triton(Generated):
-    """One compiled kernel for each variant, launched on torch's current stream by Triton's own launcher."""
+    """One compiled kernel for each variant, launched on torch's current stream."""
 
     name = "triton"
     backend = "triton"
@@ -25,23 +34,19 @@ class Triton(Generated):
     def why_unavailable(self, device: torch.device) -> str | None:
         if not torch.cuda.is_available():
             return "torch sees no CUDA device; it needs an NVIDIA GPU, its driver and a CUDA build of torch"
-        missing = missing_triton()
-        if missing is None and _interprets():
+        if importlib.util.find_spec("triton") is None:
+            return missing_triton()
+        if _interprets():
             return "Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it"
-        return missing
+        return None
 
     def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        from kgen.runtime.triton_compile import compile_triton
-
         properties = torch.cuda.get_device_properties(device)
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        folder = cache.folder("triton") or temporary_folder("triton")
-        # Triton keeps a disk cache of its own: whether its compiler ran or not is not told.
         capability = 10 * properties.major + properties.minor
 
         def build(p: Program) -> Built:
             variant = p.stage.variant if p.stage is not None else layout.variant
-            return _TritonBuilt(p, compile_triton(p, variant, capability, folder).handle, index)
+            return Loaded(p, compiled(p, variant, capability, cache), device)
 
         return build_stages(program, build, device)
 
@@ -60,39 +65,85 @@ def missing_triton() -> str | None:
 
 
 def _interprets() -> bool:
-    from triton import knobs
+    if "triton" in sys.modules:
+        from triton import knobs
 
-    return bool(knobs.runtime.interpret)
+        return bool(knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-class _TritonBuilt(Built):
-    def __init__(self, program: Program, handle: Any, index: int) -> None:
-        self.program = program
-        self.index = index
-        with torch.cuda.device(index):
-            try:
-                handle._init_handles()  # loads the module into the current device's context
-            except Exception as error:  # whatever Triton and the driver raise: too much shared memory, no room, ...
-                raise BackendError(f"{program.entry}: Triton cannot load the kernel on cuda:{index}: {error}") from None
-        self.run, self.function, self.metadata = handle.run, handle.function, handle.packed_metadata
+@memoised
+def version() -> str:
+    """Triton's version. Read from its file, as importing Triton takes longer than all else that a process does which
+    finds its kernels in the cache."""
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            found = re.search(r"^__version__ = ['\"](\S+)['\"]$", Path(spec.origin).read_text(encoding="utf-8"), re.M)
+            if found:
+                return found[1]
+    import triton
 
-    def prepare(self, layout: Layout) -> tuple[Launch, int]:
-        assert self.program is not None
-        slots = Slots.of(self.program.args, layout)
-        grid = programs(self.program, layout)
-        run, function, metadata, index = self.run, self.function, self.metadata, self.index
+    return triton.__version__
 
-        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
-            # The launcher takes addresses as integers; the hooks of Triton's profiler are left out.
-            arguments = slots.fill_addresses(addresses, scalars)
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-        def guarded(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
-            if torch._C._cuda_getDevice() == index:
-                launch(tensors, scalars, addresses)
-            else:
-                with torch.cuda.device(index):
-                    launch(tensors, scalars, addresses)
+def compiled(program: Program, variant: Variant, capability: int, cache: Cache) -> Binary:
+    """The binary of `program` for compute capability `capability`, from the cache or from Triton.
 
-        return guarded, grid
+    An entry is one line of JSON and the cubin, so that a process that finds it need not import Triton. Triton's own
+    cache would still have to be asked through its compiler.
+    """
+    from kgen.runtime.triton_compile import NUMERICS_OPTIONS, attributes, compile_triton
+
+    built = False
+
+    def build() -> bytes:
+        nonlocal built
+        built = True
+        folder = cache.folder("triton") or temporary_folder("triton")
+        handle = compile_triton(program, variant, capability, folder).handle
+        events.count("compile:triton")
+        head = {"threads": 32 * handle.metadata.num_warps, "shared": handle.metadata.shared,
+                "nulls": added_pointers(program, handle.metadata, handle.asm["ptx"])}  # fmt: skip
+        return json.dumps(head).encode() + b"\n" + handle.asm["cubin"]
+
+    given = {
+        "options": NUMERICS_OPTIONS,
+        "threads": program.schedule.threads,
+        "attributes": attributes(program, variant),
+    }
+    arch = f"sm_{capability}"
+    key = cache_key("triton", program.source, program.entry, version(), repr(given), arch)
+    head, _, cubin = cache.get_or_build(key, build).partition(b"\n")
+    if not built:
+        events.count("load:triton")
+    return Binary(cubin=cubin, **json.loads(head))
+
+
+def added_pointers(program: Program, metadata: Any, ptx: str) -> int:
+    """How many pointers Triton's compiler added to the parameters of the program: to scratch memory, as many as this
+    version has kinds of it. One that a kernel does not need is null.
+
+    Raises BackendError for a kernel that needs such memory, or attributes of a launch (clusters, a cooperative grid,
+    programmatic dependent launch): no schedule asks for any of these.
+    """
+    wants = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    found = [name for name in wants if getattr(metadata, name, 0)] + ["num_ctas"] * (metadata.num_ctas != 1)
+    if found:
+        raise BackendError(
+            f"{program.entry}: Triton compiled it for a launch with {', '.join(found)}, which kgen has not"
+        )
+    parameters = _parameters(ptx, program.entry)
+    added = parameters[len(program.args) :]
+    if len(parameters) < len(program.args) or any(kind != "u64" for kind in added):
+        raise BackendError(
+            f"{program.entry}: Triton {version('triton')} compiled {len(program.args)} arguments to the parameters "
+            f"{', '.join(parameters) or 'of none'}; kgen does not know this version"
+        )
+    return len(added)
+
+
+def _parameters(ptx: str, entry: str) -> list[str]:
+    """The types of a kernel's parameters: `u64`, `f32`, ..."""
+    found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\((.*?)\)", ptx, re.S)
+    return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)", found.group(1)) if found else []

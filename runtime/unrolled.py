@@ -1,0 +1,206 @@
+"""The path of a warm call, written out for one signature.
+
+Loops over parameters, tuples that are packed to be unpacked and calls of small functions cost more than the driver's
+launch. So the steps of a call are written as a Python function with a line for each tensor and scalar, and compiled;
+calls of the same form (number and place of tensors, scalars and outputs) share the compiled text and differ in the
+objects that it is given. What a step does is said where it is defined: `kgen.runtime.plan` for a ready call,
+`kgen.runtime.recent` for guards, `kgen.runtime.backends.driver` for a launch.
+
+For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU the text is
+
+    def call(values, others):
+        v0, v1, v2, v3, v4 = values
+        if not admits(v0, v1) or v4 is not f4: return UNLIKE
+        p0, p1 = v0.data_ptr(), v1.data_ptr()
+        if (p0 | p1) & 15: return UNLIKE
+        s0 = n0 if v2 is g0 else convert0(v2)
+        s1 = n1 if v3 is g1 else convert1(v3)
+        if current_device() != index: return elsewhere([v0, v1], [s0, s1], [p0, p1])
+        y0 = empty(shape0, strides0, dtype0)
+        try: frame = free.pop()
+        except IndexError: frame = new()
+        memory, config, pointers = frame
+        pack(memory, stream_at, current_stream(index), p0, p1, y0.data_ptr(), s0, s1)
+        if code := start(config, function, pointers, None): failed(frame, code)
+        free.append(frame)
+        draw()
+        if events.listeners: events.tell(event)
+        return y0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kgen.runtime import events
+from kgen.runtime.backends import driver
+from kgen.runtime.backends.base import Launch, bf16_bits
+
+if TYPE_CHECKING:
+    from kgen.runtime.plan import Argument
+
+UNLIKE: Any = object()
+"""What a function with guards returns for a call that they do not admit."""
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Of a call with `count` values: `admits` are torch's guards of the tensors at `tensors`, `fixed` what other values
+    must be, `same` pairs (k, i): the tensor k of `others` is value i. `scalars` are the scalars' positions, what was
+    given for each and what that was converted to, and the function that converts another."""
+
+    count: int
+    admits: Callable[..., bool]
+    tensors: Sequence[int]
+    fixed: Mapping[int, Any]
+    same: Sequence[tuple[int, int]]
+    scalars: Sequence[tuple[int, Any, Any, Callable[[Any], Any]]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a ready call does: allocate `outputs`, `launch`, count. `elsewhere` is the same for any current device, from
+    tensors, scalars and addresses."""
+
+    device: torch.device
+    outputs: Sequence[Argument]
+    launch: Launch
+    event: events.Launch
+    draw: Callable[[], int]
+    elsewhere: Callable[[list[Any], list[Any], list[int]], Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a call that records gradients does: `apply` is given `task`, the values and the arguments of the plan of the
+    training form, which takes the tensors at these positions among the guarded ones and all scalars; then all
+    guarded tensors."""
+
+    apply: Callable[..., Any]
+    task: Any
+    tensors: Sequence[int]
+
+
+@dataclass
+class _Text:
+    """Lines of a function, and the objects behind the names in them."""
+
+    lines: list[str] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, line: str, **objects: Any) -> None:
+        self.lines.append(line)
+        self.objects |= objects
+
+    def function(self, parameters: str) -> Callable[..., Any]:
+        body = "".join(f"        {line}\n" for line in self.lines)
+        text = f"def make({', '.join(self.objects)}):\n    def call({parameters}):\n{body}    return call\n"
+        return _compiled(text)(**self.objects)
+
+
+@cache
+def _compiled(text: str) -> Callable[..., Callable[..., Any]]:
+    space: dict[str, Any] = {}
+    exec(compile(text, "<kgen call>", "exec"), space)  # of names that are made here
+    return space["make"]
+
+
+def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]:
+    """A function of the values of a call and of the tensors that outputs are laid out like: the result, or `UNLIKE`.
+
+    Under the guards no mode of torch's dispatcher is active.
+    """
+    text = _Text()
+    tensors = [f"v{i}" for i in guards.tensors]
+    text.add(f"{_listed(f'v{i}' for i in range(guards.count))} = values")
+    unlike = [f"not admits({', '.join(tensors)})"]
+    unlike += [f"v{i} is not f{i}" for i in guards.fixed] + [f"others[{k}] is not v{i}" for k, i in guards.same]
+    text.add(
+        f"if {' or '.join(unlike)}: return UNLIKE",
+        admits=guards.admits, UNLIKE=UNLIKE, **{f"f{i}": v for i, v in guards.fixed.items()},
+    )  # fmt: skip
+    addresses = [f"p{i}" for i in range(len(tensors))]
+    text.add(f"{_listed(addresses)} = {_listed(f'{t}.data_ptr()' for t in tensors)}")
+    text.add(f"if ({' | '.join(addresses)}) & 15: return UNLIKE")
+    for k, (i, given, number, convert) in enumerate(guards.scalars):
+        line = f"s{k} = n{k} if v{i} is g{k} else convert{k}(v{i})"
+        text.add(line, **{f"n{k}": number, f"g{k}": given, f"convert{k}": convert})
+    scalars = [f"s{k}" for k in range(len(guards.scalars))]
+    if isinstance(work, Recorded):
+        arguments = [*(tensors[k] for k in work.tensors), *scalars, *(addresses[k] for k in work.tensors)]
+        text.add(
+            f"return apply(task, values, {_listed(arguments)}, {', '.join(tensors)})", apply=work.apply, task=work.task
+        )
+    else:
+        _work(text, work, tensors, scalars, addresses, "")
+    return text.function("values, others")
+
+
+def plain(work: Work, tensors: int, scalars: int) -> Callable[..., Any]:
+    """A function of the call's tensors, one after another, then its converted scalars, then the tensors' addresses."""
+    text = _Text()
+    t, s, p = ([f"{c}{i}" for i in range(n)] for c, n in (("t", tensors), ("s", scalars), ("p", tensors)))
+    _work(text, work, t, s, p, " or modes()")
+    return text.function(", ".join([*t, *s, *p]))
+
+
+def _work(text: _Text, work: Work, tensors: list[str], scalars: list[str], addresses: list[str], unless: str) -> None:
+    """The lines behind the guards. `unless` is another reason to go elsewhere."""
+    launch = work.launch
+    on_device = isinstance(launch, driver.DeviceLaunch)
+    torch_c: Any = torch._C  # without stubs of this part
+    direct = getattr(torch_c._dynamo.guards, f"_empty_strided_{work.device.type}", None)
+    # As compiled graphs of torch allocate: past the dispatcher, in half the time, on the current device. A mode that is
+    # active is to see it, though.
+    reason = ("current_device() != index" if on_device else "False") + unless
+    if reason != "False":
+        text.add(
+            f"if {reason}: return elsewhere([{', '.join(tensors)}], [{', '.join(scalars)}], [{', '.join(addresses)}])",
+            elsewhere=work.elsewhere, current_device=driver.current_device,
+            index=launch.index if isinstance(launch, driver.DeviceLaunch) else None,
+            modes=torch._C._len_torch_dispatch_stack,
+        )  # fmt: skip
+    outputs = [f"y{k}" for k in range(len(work.outputs))]
+    for k, a in enumerate(work.outputs):
+        text.add(
+            f"y{k} = empty(shape{k}, strides{k}, dtype{k})",
+            empty=direct or _allocator(work.device),
+            **{f"shape{k}": a.shape, f"strides{k}": a.strides, f"dtype{k}": a.dtype},
+        )
+    places = [*addresses, *(f"{y}.data_ptr()" for y in outputs)]
+    if isinstance(launch, driver.DeviceLaunch):
+        numbers = [f"bits({scalars[k]})" if launch.is_bf16[n] else scalars[k] for n, k in enumerate(launch.scalars)]
+        told = ["current_stream(index)", *(places[k] for k in launch.tensors), *numbers]
+        text.add("try: frame = free.pop()", free=launch.free)
+        text.add("except IndexError: frame = new()", new=launch.template.frame)
+        text.add("memory, config, pointers = frame")
+        text.add(
+            f"pack(memory, stream_at, {', '.join(told)})",
+            pack=launch.pack, stream_at=driver.STREAM, current_stream=driver.current_stream, bits=bf16_bits,
+        )  # fmt: skip
+        text.add(
+            "if code := start(config, function, pointers, None): failed(frame, code)",
+            start=launch.start, function=launch.function, failed=launch.failed,
+        )  # fmt: skip
+        text.add("free.append(frame)")
+    else:
+        text.add(
+            f"launch({_listed([*tensors, *outputs])}, {_listed(scalars)}, {_listed(places)})",
+            launch=launch,
+        )
+    text.add("draw()", draw=work.draw)
+    text.add("if events.listeners: events.tell(event)", events=events, event=work.event)
+    text.add(f"return {outputs[0] if len(outputs) == 1 else _listed(outputs)}")
+
+
+def _listed(names: Any) -> str:
+    return f"({''.join(f'{n}, ' for n in names)})"
+
+
+def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
