@@ -9,9 +9,9 @@ objects that it is given. What a step does is said where it is defined: `kgen.ru
 For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU the text is
 
     def call(values, others):
-        v0, v1, v2, v3, v4 = values
+        (v0, v1, v2, v3, v4) = values
         if not admits(v0, v1) or v4 is not f4: return UNLIKE
-        p0, p1 = v0.data_ptr(), v1.data_ptr()
+        (p0, p1) = (v0.data_ptr(), v1.data_ptr())
         if (p0 | p1) & 15: return UNLIKE
         s0 = n0 if v2 is g0 else convert0(v2)
         s1 = n1 if v3 is g1 else convert1(v3)
@@ -199,7 +199,8 @@ def _work(text: _Text, work: Work, tensors: list[str], scalars: list[str], addre
 
 
 def _listed(names: Any) -> str:
-    return f"({''.join(f'{n}, ' for n in names)})"
+    names = list(names)
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
 
 
 def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:

@@ -15,21 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from kgen.codegen.cuda import emit, host_source
-from kgen.codegen.pipeline import schedule_kernel
+from kgen.codegen.cuda import host_source
 from kgen.codegen.program import Program
-from kgen.dsl import ir
 from kgen.runtime import registry
 from kgen.runtime.backends import driver
-from kgen.runtime.backends.base import Built, Executor
+from kgen.runtime.backends.base import Built, Generated
 from kgen.runtime.backends.host import _ctype
 from kgen.runtime.cache import Cache, temporary_folder
-from kgen.runtime.host_executor import available, compile_host
+from kgen.runtime.host_executor import HostLaunchError, available, compile_host
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
 POINTER, UINT = ctypes.c_void_p, ctypes.c_uint
 INVALID_CONTEXT = 201
+ILLEGAL_ADDRESS = 700
 
 needs_compiler = pytest.mark.skipif(available() is not None, reason="needs g++")
 
@@ -58,7 +57,7 @@ class Launched:
     nulls: list[int | None]  # the values of the parameters behind those of the program
 
 
-@dataclass
+@dataclass(repr=False)
 class FakeDriver:
     """The state of the machine: `device` is the current one, `streams` the current stream of each; `nulls` parameters
     are added to each kernel, as Triton does; `fail` is the error code of the next launch, after `times` launches."""
@@ -67,7 +66,7 @@ class FakeDriver:
     streams: dict[int, int] = field(default_factory=dict)
     nulls: int = 0
     seen: list[Launched] = field(default_factory=list)
-    before: Callable[[], None] = lambda: None  # what happens inside the driver's call, before the arguments are read
+    before: Callable[[], object] = lambda: None  # what happens inside the driver's call, before the arguments are read
     code: int = 0
     contextless: set[int] = field(default_factory=set)  # threads that have no context yet
     entered: list[int] = field(default_factory=list)  # devices that were made current for a launch
@@ -106,7 +105,10 @@ class FakeDriver:
         values = [a.value for a in arguments]
         shared, stream = config.sharedMemBytes, config.hStream or 0
         self.seen.append(Launched(program.entry, grid, block, shared, stream, config.numAttrs, values, nulls))
-        kernel.launch(grid, block, shared, [kind(v) for kind, v in zip(kinds, values, strict=True)])
+        try:
+            kernel.launch(grid, block, shared, [kind(v) for kind, v in zip(kinds, values, strict=True)])
+        except HostLaunchError:
+            return ILLEGAL_ADDRESS
         return 0
 
     def _get_current(self, out: int) -> int:
@@ -137,7 +139,7 @@ class FakeDriver:
         return 0
 
 
-class OnFakeDriver(Executor):
+class OnFakeDriver(Generated):
     """The CUDA backend on CPU tensors, launched as on a GPU."""
 
     name = "cuda-fake"
@@ -149,14 +151,14 @@ class OnFakeDriver(Executor):
     def why_unavailable(self, device: torch.device) -> str | None:
         return None
 
-    def build(self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache) -> Built:
+    def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
         def build(p: Program) -> Built:
             self.machine.programs.append((p, compile_host(host_source(p), p.entry, cache_dir=temporary_folder("fake"))))
             cubin = str(len(self.machine.programs)).encode()
             binary = driver.Binary(cubin, p.schedule.threads, p.shared_bytes, self.machine.nulls)
             return driver.Loaded(p, binary, torch.device("cuda", 0))
 
-        return build_stages(emit(schedule_kernel(layout.kernel, layout.variant, "cuda")), build, device)
+        return build_stages(program, build, device)
 
 
 @pytest.fixture
