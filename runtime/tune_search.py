@@ -48,19 +48,18 @@ def search(
     After `until`, a time of `clock`, nothing is begun but a short comparison of what was best so far.
     """
     samples: dict[int, list[float]] = {i: [] for i in range(count)}
-    alive = list(range(count))
+    others = list(range(1, count))
+    which = [0, *others]
     rounds = first
     while True:
-        _measure(samples, timer, alive, rounds)
-        alive.sort(key=lambda i: statistics.median(samples[i]))
+        _measure(samples, timer, which, rounds)
+        others.sort(key=lambda i: statistics.median(samples[i]))
         finished = clock() < until
-        if len(alive) <= FINALISTS + 1 or not finished:
+        if len(others) <= FINALISTS or not finished:
             break
-        alive = alive[: max(FINALISTS, len(alive) // 3)]
-        if 0 not in alive:
-            alive.append(0)
+        which = others = others[: max(FINALISTS, len(others) // 3)]
         rounds *= 2
-    last = [i for i in alive if i][:FINALISTS]
+    last = others[:FINALISTS]
     closing = {i: list[float]() for i in (0, *last)}
     if last:
         _measure(closing, timer, list(closing), final if finished else first)

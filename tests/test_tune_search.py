@@ -89,6 +89,7 @@ def test_out_of_time_the_best_so_far_is_still_held_against_the_default() -> None
     found = search(30, timer, until=1e-4, clock=clock)
     assert found.best == 11 and not found.finished
     assert len(timer.rounds) == 2 and len(timer.rounds[0][0]) == 30
+    assert timer.rounds[0][1] == timer.rounds[1][1] < FINAL
     assert 0 in timer.rounds[1][0] and 11 in timer.rounds[1][0]
     whole = Timer(us, noise=0.01)
     search(30, whole)
@@ -101,11 +102,11 @@ def test_what_is_compared_in_the_end_is_measured_anew() -> None:
     class Lucky(Timer):
         def __call__(self, which: Sequence[int], rounds: int) -> Mapping[int, Sequence[float]]:
             out = super().__call__(which, rounds)
-            return {i: [t / 2 if i == 3 and len(self.rounds) == 1 else t for t in s] for i, s in out.items()}
+            return {i: [t / 2 if i == 2 and len(self.rounds) == 1 else t for t in s] for i, s in out.items()}
 
-    found = search(4, Lucky([100.0] * 4))
+    found = search(3, Lucky([100.0] * 3))
     assert found.best == 0
-    assert found.medians[3] == 100.0
+    assert found.medians[2] == 100.0
 
 
 def test_medians_are_of_all_rounds() -> None:

@@ -16,8 +16,9 @@ import kgen
 from kgen.codegen.fingerprint import fingerprint
 from kgen.codegen.knobs import Knobs
 from kgen.dsl import ir
-from kgen.runtime import tuned, tuned_store
+from kgen.runtime import registry, tuned, tuned_store
 from kgen.runtime.ahead import Choices
+from kgen.runtime.backends.reference import Reference
 from kgen.runtime.binding import examine
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.layouts import Layout
@@ -102,8 +103,25 @@ def test_everything_else_does(old: str, new: str) -> None:
     assert fingerprint(specialized(NORM.replace(old, new))) != fingerprint(specialized(NORM))
 
 
+def test_numbers_count() -> None:
+    two, three = (NORM.replace("x[m, n] * x[m, n]", f"x[m, n] * {n}") for n in ("2.0", "3.0"))
+    assert fingerprint(specialized(two)) != fingerprint(specialized(three))
+
+
 def test_dtypes_count() -> None:
     assert fingerprint(specialized(NORM, torch.bfloat16)) != fingerprint(specialized(NORM))
+
+
+def test_the_order_of_names_in_index_arithmetic_does_not_count() -> None:
+    """Terms are kept in the order of their names."""
+    text = "kernel k(x: f32[{0}, {1}]) -> (y: f32[{0}, {1}]):\n    parallel {2} in {0}, {3} in {1}\n" \
+           "    y[{2}, {3}] = x[{2}, {3}] + (3 * {2} + {3} + {3} * {2})\n"  # fmt: skip
+
+    def of(*names: str) -> str:
+        kernel = norm(text.format(*names))
+        return fingerprint(kernel.specialize(examine(kernel.signature, [torch.zeros(2, 3)], None)[0]))
+
+    assert of("A", "B", "i", "j") == of("Z", "Y", "r", "c") == of("Y", "Z", "c", "r")
 
 
 def test_exchanged_indices_are_another_kernel() -> None:
@@ -246,6 +264,53 @@ def test_the_users_results_come_before_those_of_kgen(tmp_path: Path, monkeypatch
     add("cpu", [result(at, Knobs(threads=512, rows=1), rows=2)])
     tuned.reload()
     assert threads(norm())[0] == 512
+
+
+def test_the_same_sizes_come_before_near_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = tmp_path / "shipped.json"
+    monkeypatch.setattr(tuned, "shipped_path", lambda _: shipped)
+    add("cpu", [of_sizes(3072, us=1.0), of_sizes(4096, us=4.0)], shipped)
+    add("cpu", [of_sizes(4096, us=2.0), of_sizes(3584, us=3.0)])
+    known = tuned.Table("cpu", "")
+
+    def found(n: int) -> float:
+        r = known.find(replace(SUBJECT, sizes=(n,)))
+        assert r is not None
+        return r.us
+
+    assert found(3072) == 1.0  # kgen's own, though the user has a near one
+    assert found(4096) == 2.0
+    assert found(3088) == 3.0  # the nearest of all
+    assert found(2064) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("us", "choice", "works", "expected"),
+    [
+        (4.0, "auto", True, "triton"),
+        (6.0, "auto", True, "cuda"),
+        (4.0, "auto", False, "cuda"),
+        (4.0, "cuda", True, "cuda"),
+    ],
+)
+def test_auto_takes_the_faster_backend_of_a_gpu(us: float, choice: str, works: bool, expected: str) -> None:
+    class Fake(Reference):
+        general = False
+
+        def __init__(self, backend: str) -> None:
+            self.backend = backend
+
+        def why_unavailable(self, device: torch.device) -> str | None:
+            return None if works else "not here"
+
+    at = where(norm())
+    knobs = {b: Knobs(threads=n) for b, n in (("cuda", 64), ("triton", 128))}
+    add("gpu", [result(tuned.subject(at, b), knobs[b], us=us if b == "triton" else 5.0) for b in knobs])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned, "table", lambda _: tuned.Table("gpu", ""))
+        patch.setattr(registry, "executor_for", lambda name, device: Fake(name))
+        executor, found = tuned.choose(at, choice, Fake("cuda"), torch.device("cuda", 0))
+    assert executor.backend == expected and found == knobs[expected]
 
 
 def test_results_of_another_driver_do_not_count() -> None:
