@@ -313,6 +313,16 @@ def test_auto_takes_the_faster_backend_of_a_gpu(us: float, choice: str, works: b
     assert executor.backend == expected and found == knobs[expected]
 
 
+def test_a_schedule_in_the_source_comes_before_all_results() -> None:
+    text = NORM.replace("    parallel m in M\n", "    schedule cuda: threads = 64, rows = 1\n    parallel m in M\n")
+    assert fingerprint(specialized(text)) == fingerprint(specialized(NORM))
+    add("cpu", [result(subject_of(norm(), b), Knobs(threads=512, rows=1)) for b in ("cuda", "triton")])
+    tuned.reload()
+    assert threads(norm())[0] == 512
+    assert threads(norm(text))[0] == 64
+    assert threads(norm(text), backend="triton")[0] == 512  # which it says nothing about
+
+
 def test_results_of_another_driver_do_not_count() -> None:
     kernel = norm()
     add("cpu", [result(subject_of(kernel), Knobs(threads=512, rows=1), driver="1.2.3")])
