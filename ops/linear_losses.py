@@ -75,11 +75,9 @@ def check_options(name: str, accumulate: str, workspace_mb: float | None) -> Non
 
 def form_of(op: str, reduction: str, input: torch.Tensor, weight: torch.Tensor) -> tuple[str, dict[str, Any]]:
     """The name of the op for `reduction`, of the pair `op` and `op`_rows, and its constants of that form."""
-    if reduction == "none":
-        return f"{op}_rows", {}
     narrow = input.dtype == torch.float16
-    wide_weight = narrow and weight.dtype == torch.float32
-    return op, {"averaged": reduction == "mean", "narrow": narrow, "wide_weight": wide_weight}
+    form: dict[str, Any] = {"narrow": narrow, "wide_weight": narrow and weight.dtype == torch.float32}
+    return (f"{op}_rows", form) if reduction == "none" else (op, {"averaged": reduction == "mean", **form})
 
 
 def multiplied_in(op: str, called: str, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -143,17 +143,15 @@ def judge(c: Case, upstream: torch.Tensor, stored: torch.dtype | None = None, *,
         g_off += k[:, None] * (p + 1.0) * (4 * worst / o["softcap"])[:, None]
     g_off += (own + (rows + 32) * F32) * (k[:, None] * (p + own) + exact_g.abs())
     g_off += u * (exact_g.abs() + g_off)
-    if stored == torch.float16 and o["reduction"] != "none":
+    if stored == torch.float16:
         # Rows are scaled before they are rounded, by what bounds them all: a fourth root of at most `rows` times the
         # power of the largest. fused_linear_cross_entropy.kdsl derives what bounds one.
         ratio = (mass / count).abs().nan_to_num(0.0, 0.0, 0.0)
         most = 2 * zl * ratio * (45.0 + (65504.0 if o["softcap"] is None else o["softcap"]))
-        of_row = tw.abs() * ((1 - e) * cw[t].abs() + e * cw.abs().mean() + most)
-        largest = of_row.where(kept, 0.0).max() if rows else torch.tensor(0.0)
-        tiny = tiny * largest * max(rows, 1) ** 0.25 / 32768.0 * (up.abs() / mass.abs()).nan_to_num(0.0, 0.0, 0.0)
-        g_off += tiny
-    else:
-        g_off += tiny
+        of_row = tw.abs() * ((1 - e) * cw[t].abs() + e * cw.abs().mean() + most) * up.abs() / mass.abs()
+        of_row = of_row.where(kept, 0.0).nan_to_num(0.0, 0.0, 0.0)
+        tiny = tiny * (of_row.max() if rows else 0.0) * max(rows, 1) ** 0.25 / 32768.0
+    g_off += tiny
     g_off, g = g_off.where(kept[:, None], 0.0), exact_g.abs()
     x_size, w_size = g @ w.abs(), g.T @ x.abs()
     dtypes = [c.x.dtype, c.w.dtype]

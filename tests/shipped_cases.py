@@ -184,9 +184,9 @@ def _mass(target: Any, class_weight: Any = None, token_weight: Any = None) -> An
 
 
 def _powers(
-    target: Any, mass: Any, count: Any, class_weight: Any = None, spread: Any = None, token_weight: Any = None,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 1.0, smoothed: bool = False,
-    capped: bool = False, averaged: bool = True,
+    target: Any, mass: Any = None, count: Any = None, class_weight: Any = None, spread: Any = None,
+    token_weight: Any = None, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 1.0,
+    smoothed: bool = False, capped: bool = False,
 ) -> Any:  # fmt: skip
     kept = target != -100
     bound = torch.ones_like(target, dtype=torch.float64)
@@ -194,7 +194,7 @@ def _powers(
         bound = class_weight.double()[target.where(kept, 0)].abs()
     if smoothed:
         bound = (1.0 - label_smoothing) * bound + label_smoothing * (bound if spread is None else spread)
-    bound = bound + 2.0 * z_loss * (45.0 + (softcap if capped else 65504.0)) * (mass / count if averaged else 1.0)
+    bound = bound + 2.0 * z_loss * (45.0 + (softcap if capped else 65504.0)) * (1.0 if mass is None else mass / count)
     bound = (bound if token_weight is None else bound * token_weight).where(kept, 0.0)
     return (bound**4).sum(), kept.sum()
 
@@ -283,6 +283,14 @@ SHIPPED: tuple[Shipped, ...] = (
         _narrow, **_INNER,
     ),
     Shipped(
+        "fourth_powers, of single tokens", _LINEAR, "fourth_powers", _tokens("token_weight", z_loss=0.01), _powers,
+        **_INNER,
+    ),
+    Shipped(
+        "narrow_token_scales", _LINEAR, "narrow_token_scales", _tokens("scale", scalars=("total",), labels=False),
+        lambda scale, total: scale * 32768.0 / total**0.25, **_INNER,
+    ),
+    Shipped(
         "shared_factor", _LINEAR, "shared_factor", _tokens(scalars=("mass", "total", "labels"), labels=False),
         lambda mass, total, labels: total**0.25 / 32768.0 / mass, **_INNER,
     ),
@@ -329,7 +337,7 @@ SHIPPED: tuple[Shipped, ...] = (
         shard(padded=True, weighted=True, in_place=True, **_ALL), None, **_INNER,
     ),
     Shipped(
-        "times_rounded", _SHARDS, "times_rounded", _matrix("s", name="g", dtype=torch.float32), lambda g, s: g * s,
+        "times_rounded", _LINEAR, "times_rounded", _matrix("s", name="g", dtype=torch.float32), lambda g, s: g * s,
         **_INNER,
     ),
 )  # fmt: skip

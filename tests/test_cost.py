@@ -68,6 +68,7 @@ BY_HAND: dict[str, Callable[..., int]] = {
     "mean_magnitude": lambda V: 2 * V + 4,
     # Without smoothing `spread` is not read.
     "fourth_powers": lambda M, V: 8 * M + 4 + 4 + 2 * min(M, V) + 4 * M + 8 + 4,
+    "narrow_token_scales": lambda M: 4 * M + 8 + 4 * M,
     "narrow_row_factors": lambda M: 4 + 4 + 8 + 4 * M + 4 * M + 4 * M,
     "shared_factor": lambda: 4 + 8 + 4 + 4,
     "loss_totals": lambda M: 4 * M + 4 * M + 8 * M + 4 * M + 4 + 4,

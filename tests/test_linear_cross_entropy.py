@@ -183,9 +183,12 @@ def test_f16_gradients_do_not_underflow_before_they_are_scaled() -> None:
     check(c, up, backend="cuda", workspace_mb=0.05)
     for options in ({"token_weight": 1e-4 * randn(3000, seed=1)}, {"class_weight": 1e3 * randn(CLASSES, seed=2).abs()}):
         check(Case(c.x, c.w, c.target, c.bias, options), up, backend="cuda", workspace_mb=0.05)
+    # The mean of single losses without such a scale.
+    c.options["reduction"] = "none"
+    check(c, torch.full((3000,), 1e-6), backend="cuda", workspace_mb=0.05)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(
     ("heavy", "options"),
     [
@@ -209,7 +212,8 @@ def test_f16_gradients_do_not_overflow(heavy: float, options: dict[str, Any], re
             c.target[c.target == 5] = 6
         x, w, bias = (t.clone().requires_grad_() for t in (c.x, c.w, c.bias))
         loss = call(Case(x, w, c.target, bias, c.options), backend=backend, workspace_mb=workspace(c, 3))
-        found = [loss, *torch.autograd.grad(loss, (x, w, bias), torch.tensor(2.0**-12))]
-        right = judge(c, torch.tensor(2.0**-12))
+        up = 2.0**-12 * (randn(ROWS, seed=8) if reduction == "none" else torch.tensor(1.0))
+        found = [loss, *torch.autograd.grad(loss, (x, w, bias), up)]
+        right = judge(c, up)
         for name, a, e, b in zip(("loss", "x", "w", "bias"), found, right.expected, right.bound, strict=True):
             assert a.isfinite().all() and excess(a, e, b) <= 1.0, (name, size, excess(a, e, b))

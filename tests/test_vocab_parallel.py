@@ -120,6 +120,9 @@ def test_f16_gradients_do_not_overflow(ranks: Ranks) -> None:
             found = run(ranks, shared_out(c, SHARDS[2], upstream=upstream), 3, backend=backend)
             assert all(t.isfinite().all() for t in joined(found))
             hold(found, judge(c, upstream))
+            c.options["reduction"] = "none"
+            upstream = 2.0**-12 * randn(ROWS, seed=8)
+            hold(run(ranks, shared_out(c, SHARDS[2], upstream=upstream), 3, backend=backend), judge(c, upstream))
 
 
 @pytest.mark.parametrize("accumulate", ["param", "f32", "auto"])
