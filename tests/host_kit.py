@@ -96,6 +96,10 @@ kernel twice(a: T[M, N]) -> (b: T[2 * M, N]):
     b[m, n] = a[m, n]
     b[m + M, n] = 2.0 * a[m, n]
 
+kernel diagonal(g: T[M, M], x: T[M, N]) -> (y: T[M, N]):
+    parallel m in M, n in N
+    y[m, n] = g[m, m] * x[m, n]
+
 op heads(x: T[B, S, H], s: f32[B, S]) -> (y: T[B, S, H], m: T[B, S]):
     forward:
         y = scaled(x, s)
@@ -128,7 +132,7 @@ op squared(x: T[B, H]) -> (y: T[B, H]):
     forward:
         for c in chunks(B):
             g = x[c] @ x[c].T
-            y[c] = g @ x[c]
+            y[c] = diagonal(g, x[c])
 """
 
 

@@ -33,6 +33,7 @@ class _Lowering:
         self.gradients = {n: t for n, t in program.gradients.items() if n in wanted}
         self.buffers: dict[str, plan.Buffer] = {}
         self.alias: dict[str, ir.View] = {}
+        self.homes = ir.homes(program)  # what each iteration of a loop has anew -> the chunk of the loop
         self.held: dict[str, str] = {}  # a sum -> the wider buffer that it is summed in
         self.sums: list[str] = []
 
@@ -161,9 +162,11 @@ class _Lowering:
 
     # -- sums ----------------------------------------------------------------------------------------------------
     def _plan_sums(self, body: Sequence[ir.Stmt]) -> None:
-        for s in _flat(body):
-            if not isinstance(s, ir.Product | ir.Sum) or (isinstance(s, ir.Product) and not s.add):
+        """How sums over chunks are held. Sums of other kinds have as many roundings as statements."""
+        for s, loop in _placed(body):
+            if loop is None or not _added(s) or self._by_itself(s, loop):
                 continue
+            assert isinstance(s, ir.Product | ir.Sum)
             t = self.program.tensors[s.target.tensor]
             own = self.dtype(t.dtype)
             if self.wide is not None and own.bits < self.wide.bits:
@@ -173,6 +176,16 @@ class _Lowering:
             elif own.bits < F32.bits and t.name not in self.sums:
                 self.sums.append(t.name)
 
+    def _by_itself(self, s: ir.Stmt, loop: ir.Loop) -> bool:
+        """Whether an addition in `loop` goes to memory that no other iteration adds to."""
+        assert isinstance(s, ir.Product | ir.Sum)
+        return self.homes.get(s.target.tensor) == loop.chunk or any(c == loop.chunk for _, c in s.target.chunks)
+
+    def _widely(self, s: ir.Stmt, loop: ir.Loop | None) -> list[str]:
+        """The tensor that a statement adds to, if it adds to the wider buffer of it."""
+        alone = loop is not None and bool(_added(s)) and self._by_itself(s, loop)
+        return [] if alone else [n for n in _added(s) if n in self.held]
+
     def _unused(self, name: str) -> str:
         while name in self.program.tensors or name in self.buffers:
             name += "_"
@@ -180,44 +193,54 @@ class _Lowering:
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def _section(self, body: Sequence[ir.Stmt], keep: set[str], there: set[str]) -> tuple[plan.Step, ...]:
-        """Steps with their buffers: each is there from the first statement that writes it to the last that uses it."""
+        """Steps with their buffers: each is there from the first statement that writes it to the last that uses it.
+        `there` holds values before the first."""
         adds: dict[str, int] = {}
         for s in _flat(body):
             for n in _added(s):
-                adds[n] = adds.get(n, 0) + 1
-        groups = [self._statement(s, adds, None) for s in body]
+                # What is there already is one more thing that is added up.
+                adds[n] = adds.get(n, 1 if n in there else 0) + 1
         touched = [{v.tensor for v, _ in self._views(s)} for s in body]
         owned = {n for names in touched for n in names if self.program.tensors[n].role == "value"}
         first = {n: next(i for i, names in enumerate(touched) if n in names) for n in owned}
         last = {n: max(i for i, names in enumerate(touched) if n in names) for n in owned}
-        last_add = {n: i for i, s in enumerate(body) for n in (a for x in _flat([s]) for a in _added(x))}
+        added = [{n for x, loop in _placed([s]) for n in self._widely(x, loop)} for s in body]
+        changed = [{n for x in _flat([s]) for n in _writes(x)} - added[i] for i, s in enumerate(body)]
         out: list[plan.Step] = []
-        settled: set[str] = set()
-        for i, steps in enumerate(groups):
+        whole, wide = set(there), set[str]()  # sums that their tensor holds, and those that the wider buffer holds
+        for i, s in enumerate(body):
             for n in sorted(owned):
                 if first[n] == i and n not in there:
-                    out += self._new(n, adds, body[i])
-            out += steps
-            added = {a for x in _flat([body[i]]) for a in _added(x)}
+                    out += self._new(n, adds, self.held[n] if n in added[i] else n)
+            for n in sorted(added[i] & whole - wide):
+                out += self._widened(n)
+            out += self._statement(s, adds, None)
             done = sorted(n for n in owned if last[n] == i and n not in keep)
             # What is done with makes room for the sums in their own dtype.
-            out += [plan.Free(n) for n in done if n not in added]
-            for n in sorted(added & self.held.keys()):
-                out += self._settled(n, n not in settled, last_add[n] == i)
-                settled.add(n)
-            out += [plan.Free(n) for n in done if n in added]
+            out += [plan.Free(n) for n in done if n not in added[i]]
+            for n in sorted(added[i]):
+                # What is added next goes on from the wider sum, unless something else changes the tensor before.
+                after = next((k for k in range(i + 1, len(body)) if n in added[k] | changed[k]), None)
+                goes_on = after is not None and n in added[after]
+                out += self._settled(n, n not in whole, not goes_on)
+                wide = wide | {n} if goes_on else wide - {n}
+            whole |= touched[i]
+            out += [plan.Free(n) for n in done if n in added[i]]
         return tuple(out)
 
-    def _new(self, name: str, adds: Mapping[str, int], s: ir.Stmt) -> list[plan.Step]:
-        """Memory for a tensor that `s` is the first to touch."""
+    def _new(self, name: str, adds: Mapping[str, int], held: str) -> list[plan.Step]:
+        """Memory for a tensor that holds nothing yet, in the buffer `held`."""
         t = self.program.tensors[name]
         self.buffers[name] = plan.Buffer(name, self.dtype(t.dtype), t.shape)
-        held = self.held.get(name)
-        summed = held or name
-        steps: list[plan.Step] = [plan.Alloc(self.buffers[summed])]
-        if adds.get(name, 0) > 1:
-            steps.append(plan.Zero(plan.View(summed)))
+        steps: list[plan.Step] = [plan.Alloc(self.buffers[held])]
+        if adds.get(name, 0) > 1 and name not in self.homes:
+            steps.append(plan.Zero(plan.View(held)))
         return steps
+
+    def _widened(self, name: str) -> list[plan.Step]:
+        """A wider buffer with what the tensor holds, for a sum that goes on."""
+        held = self.held[name]
+        return [plan.Alloc(self.buffers[held]), plan.Convert(plan.View(held), plan.View(name))]
 
     def _settled(self, name: str, first: bool, last: bool) -> list[plan.Step]:
         """The sum as it stands, rounded to its own dtype."""
@@ -228,10 +251,7 @@ class _Lowering:
 
     def _statement(self, s: ir.Stmt, adds: Mapping[str, int], loop: ir.Loop | None) -> list[plan.Step]:
         if isinstance(s, ir.Loop):
-            body = [step for inner in s.body for step in self._statement(inner, adds, s)]
-            # What the first iteration would have made is zero where there is none.
-            empty = tuple(plan.Zero(b.out) for b in body if isinstance(b, plan.Matmul | plan.Add) and b.first)
-            return [plan.Loop(s.chunk, s.dim, tuple(body), empty)]
+            return self._loop(s, adds)
         if isinstance(s, ir.Launch):
             arguments = tuple((n, self._view(a) if isinstance(a, ir.View) else a) for n, a in s.arguments)
             return [plan.Launch(s.kernel, arguments, tuple(self._view(r) for r in s.results))]
@@ -242,16 +262,28 @@ class _Lowering:
             copy = [] if s.target.tensor in self.alias else [plan.Convert(out, self._view(s.source))]
             return [*copy, plan.AllReduce(out, s.kind)]
         accumulate, first = False, None
-        if isinstance(s, ir.Sum) or s.add:
+        if _added(s):
             several = adds[s.target.tensor] > 1
-            sliced = loop is not None and any(c == loop.chunk for _, c in s.target.chunks)
-            accumulate = several or (loop is not None and not sliced)
-            first = loop.chunk if accumulate and not several and loop is not None else None
-        out = self._view(s.target, summed=isinstance(s, ir.Sum) or s.add)
+            over = loop is not None and not self._by_itself(s, loop)
+            accumulate = several or over
+            first = loop.chunk if over and not several and loop is not None else None
+        out = self._view(s.target, summed=bool(self._widely(s, loop)))
         if isinstance(s, ir.Sum):
             return [plan.Add(out, self._view(s.source), accumulate, first)]
         plus = None if s.plus is None else self._view(s.plus)
         return [plan.Matmul(out, self._view(s.left), self._view(s.right), plus, accumulate, first)]
+
+    def _loop(self, s: ir.Loop, adds: Mapping[str, int]) -> list[plan.Step]:
+        begun: dict[str, int] = {}  # the sums that each iteration has anew: additions so far
+        body: list[plan.Step] = []
+        for inner in s.body:
+            for n in _added(inner):
+                if n in self.homes:
+                    begun[n] = begun.get(n, 0) + 1
+            body += self._statement(inner, {**adds, **begun}, s)
+        # What the first iteration would have made is zero where there is none.
+        empty = tuple(plan.Zero(b.out) for b in body if isinstance(b, plan.Matmul | plan.Add) and b.first)
+        return [plan.Loop(s.chunk, s.dim, tuple(body), empty)]
 
     def _view(self, v: ir.View, *, summed: bool = False) -> plan.View:
         v = self._seen(v)

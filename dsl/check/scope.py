@@ -47,6 +47,10 @@ class Choices:
             self._memo[key] = self._path[cursor]
         return self._memo[key]
 
+    def answers(self) -> dict[Hashable, bool]:
+        """The answers given on this path."""
+        return dict(self._memo)
+
     def describe(self) -> tuple[str, ...]:
         """The answers given on this path, in words."""
         return tuple(f"{key} is {'true' if value else 'false'}" for key, value in self._memo.items())

@@ -7,7 +7,8 @@ one. Both run the same code. Kernels of other files are checked with the ops tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kgen.dsl import ast
@@ -21,6 +22,7 @@ from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
 from kgen.dsl.host.scope import GRADIENT, OPTIONS, Callee, HostSpecialization, Scope, Stop
 from kgen.dsl.host.statements import Statements, gradient_of
+from kgen.dsl.host.values import Difference, Numbers, Operand, Values, Way, differences
 from kgen.dsl.source import Span
 
 
@@ -63,11 +65,14 @@ def check_ops(source: Source, diagnostics: Diagnostics) -> None:
         _requirements(op, signature, diagnostics)
         if len(diagnostics.items) > before:
             continue
-        choices = Choices()
+        choices, numbers = Choices(), Numbers()
+        ways: list[Way] = []
         while True:
-            _elaborate(op, signature, callees, ops, diagnostics, None, choices)
+            _elaborate(op, signature, callees, ops, diagnostics, None, choices, numbers, ways)
             if not choices.next_path():
                 break
+        if len(diagnostics.items) == before:
+            _report(differences(ways, numbers), diagnostics)
 
 
 def elaborate_op(source: Source, name: str, spec: HostSpecialization) -> ir.Program:
@@ -78,7 +83,7 @@ def elaborate_op(source: Source, name: str, spec: HostSpecialization) -> ir.Prog
     diagnostics = Diagnostics()
     signature = _signature(op, diagnostics)
     diagnostics.raise_if_errors()
-    program = _elaborate(op, signature, _callees(source), frozenset(), diagnostics, spec, Choices())
+    program = _elaborate(op, signature, _callees(source), frozenset(), diagnostics, spec, Choices(), Numbers(), [])
     diagnostics.raise_if_errors()
     assert program is not None
     return program
@@ -200,10 +205,12 @@ def _elaborate(
     diagnostics: Diagnostics,
     spec: HostSpecialization | None,
     choices: Choices,
+    numbers: Numbers,
+    ways: list[Way],
 ) -> ir.Program | None:
-    """One elaboration on one path; None if it found a mistake."""
+    """One elaboration on one path, which is added to `ways`; None if it found a mistake."""
     before = len(diagnostics.items)
-    scope = Scope(signature, callees, diagnostics, spec, choices, ops)
+    scope = Scope(signature, callees, diagnostics, spec, choices, ops, values=Values(numbers))
     scope.taken = {p.name for p in signature.params}
     for name, p in scope.inputs.items():
         if scope.is_present(p) if p.optional and spec is not None else not p.optional:
@@ -214,23 +221,25 @@ def _elaborate(
     if spec is None:  # optional tensors are asked for where they are used, so that no path is taken in vain
         scope.names = _Optional(scope)
     statements.block(sections["forward"].body)
+    outputs = _outputs(scope)
+    made = _made(scope, outputs)
     forward, scope.body = tuple(scope.body), []
-    outputs = _results(scope, op, [o.name for o in signature.outputs], "output")
     upstream: dict[str, str] = {}
     gradients: dict[str, str] = {}
     if "backward" in sections:
         for o, name in zip(signature.outputs, sections["backward"].arguments, strict=True):
             view = scope.tensor(name.id, o.dtype, scope.shape(o), "upstream", name.span)
-            scope.names[name.id] = view
+            scope.bind(name.id, view)
+            scope.values.give(view.tensor, "upstream", o.name)
             upstream[o.name] = view.tensor
         scope.results = {GRADIENT + n: gradient_of(p) for n, p in scope.inputs.items()}
         statements.block(sections["backward"].body)
-        for name in scope.inputs:
-            found = dict.get(scope.names, GRADIENT + name)
-            if found is not None and found.tensor in scope.written:
-                gradients[name] = found.tensor
+        gradients = _gradients(scope)
     if scope.broken or len(diagnostics.items) > before:
         return None
+    answers = {str(k): v for k, v in choices.answers().items() if k not in scope.asked}
+    found = _made(scope, {GRADIENT + n: t for n, t in gradients.items()})
+    ways.append(Way(answers, scope.asked, made, found, scope.values.made))
     return ir.Program(
         op.name,
         signature,
@@ -246,8 +255,9 @@ def _elaborate(
 
 def _declare_input(scope: Scope, name: str, p: TensorParam) -> None:
     scope.tensors[name] = ir.Tensor(name, p.dtype, scope.shape(p), "in", p.span)
-    scope.written.add(name)
-    scope.names[name] = ir.View(name, (), False, p.dtype, scope.shape(p), p.span)
+    scope.state.new(name, written=True, inside=False)
+    scope.values.give(name, "parameter", name)
+    scope.bind(name, ir.View(name, (), False, p.dtype, scope.shape(p), p.span))
 
 
 class _Optional(dict[str, ir.View]):
@@ -264,13 +274,74 @@ class _Optional(dict[str, ir.View]):
         return super().get(name, default)
 
 
-def _results(scope: Scope, op: host.Op, names: list[str], what: str) -> dict[str, str]:
-    out = {}
-    for name in names:
-        found = scope.names.get(name)
-        if found is None or found.tensor not in scope.written:
-            if name not in scope.failed:
-                scope.fail("K0610", f"{what} '{name}' is never assigned", op.name_span, f"assign {name} = ...")
+def _made(scope: Scope, results: Mapping[str, str]) -> dict[str, tuple[Operand, Span]]:
+    """What results hold, and where they got it."""
+    return {n: (scope.values.held[t], scope.names[n].span) for n, t in results.items() if t in scope.values.held}
+
+
+def _report(found: Iterable[Difference], diagnostics: Diagnostics) -> None:
+    for d in found:
+        when = " and ".join(d.when)
+        if d.missing:
+            diagnostics.error(
+                "K0621",
+                f"'{d.name}' is not assigned when {when}",
+                d.span,
+                help=f"assign it wherever it may be wanted: under `if {d.name}:`, or under no choice by gradients",
+            )
+        else:
+            diagnostics.error(
+                "K0620",
+                f"'{d.name}' depends on which gradients are wanted",
+                d.span,
+                label=f"only so when {when}",
+                help="compute what only gradients need under names of its own, or assign in every branch of the choice",
+            )
+
+
+def _outputs(scope: Scope) -> dict[str, str]:
+    """The tensors of the outputs at the end of the forward section."""
+    out: dict[str, str] = {}
+    for name in scope.results:
+        found = dict.get(scope.names, name)
+        if name in scope.failed:
             continue
-        out[name] = found.tensor
+        if found is None or not scope.state.written(found.tensor):
+            span = scope.results[name].span
+            scope.fail("K0610", f"output '{name}' is never assigned", span, f"assign {name} = ...")
+            continue
+        with suppress(Stop):
+            out[name] = _own(scope, name, scope.current(name, found, found.span), set(out.values()))
     return out
+
+
+def _gradients(scope: Scope) -> dict[str, str]:
+    """The tensors of the gradients that are assigned, by parameter, at the end of the backward section."""
+    out: dict[str, str] = {}
+    for name in scope.inputs:
+        found = dict.get(scope.names, GRADIENT + name)
+        if found is None or not scope.state.written(found.tensor):
+            continue
+        with suppress(Stop):
+            scope.current(GRADIENT + name, found, found.span)
+            if scope.spec is None or name in scope.spec.wanted:
+                out[name] = _own(scope, GRADIENT + name, found, set(out.values()))
+            else:
+                out[name] = found.tensor
+    return out
+
+
+def _own(scope: Scope, name: str, v: ir.View, taken: set[str]) -> str:
+    """A tensor that is result `name` and nothing else: the one that `v` shows, if it is the program's and no other
+    result, or a copy."""
+    tensor = scope.tensors[v.tensor]
+    whole = v.shape == tensor.shape and not v.chunks and not v.transposed
+    if tensor.role == "value" and whole and v.tensor not in taken:
+        return v.tensor
+    p = scope.results[name]
+    made = scope.storage.get(name)
+    if made is None or scope.state.touched(made):
+        made = scope.tensor(name, p.dtype, scope.shape(p), "value", p.span).tensor
+    target = ir.View(made, (), False, p.dtype, scope.shape(p), p.span)
+    scope.emit(ir.Convert(target, v, v.span))
+    return made

@@ -119,4 +119,28 @@ HOST_CODES: tuple[Code, ...] = (
         _forward("y = scaled(x, s=chunk)", header="op f(x: T[B, H], chunk: f32 = 1.0) -> (y: T[B, H]):"),
         _forward("y = scaled(x, s=factor)", header="op f(x: T[B, H], factor: f32 = 1.0) -> (y: T[B, H]):"),
     ),
+    Code(
+        "K0618",
+        "a statement in a loop whose result would depend on the number of chunks",
+        _forward("z = scaled(x)", "for c in chunks(B):", "    scale_(z, s=2.0)", "    y[c] = z[c] @ w.T"),
+        _forward("z = scaled(x)", "for c in chunks(B):", "    scale_(z[c], s=2.0)", "    y[c] = z[c] @ w.T"),
+    ),
+    Code(
+        "K0619",
+        "a name whose value was changed through another name",
+        _forward("z = scaled(x)", "a = z", "scale_(a)", "y = z @ w.T"),
+        _forward("z = scaled(x)", "a = T(z)", "scale_(a)", "y = z @ w.T"),
+    ),
+    Code(
+        "K0620",
+        "a result that depends on which gradients are wanted",
+        _op("forward:", "    z = scaled(x)", "    if d_x:", "        scale_(z)", "    y = z @ w.T", *_BOTH[2:]),
+        _op("forward:", "    z = scaled(x)", "    y = z @ w.T", "    if d_x:", "        scale_(z)", *_BOTH[2:]),
+    ),
+    Code(
+        "K0621",
+        "a gradient that is not assigned wherever it may be wanted",
+        _op(*_BOTH[:3], "    if d_w:", "        d_x = d_y @ w", "        d_w = d_y.T @ x"),
+        _op(*_BOTH[:3], "    if d_x:", "        d_x = d_y @ w", "    d_w = d_y.T @ x"),
+    ),
 )

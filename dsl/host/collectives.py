@@ -50,7 +50,7 @@ def collective(e: host.Call, expressions: Expressions, target: ir.View | None, h
         target = scope.tensor(hint, source.dtype, source.shape, "value", e.span)
     expressions.fits(target, source.shape, source.dtype, e.span)
     expressions.apart(target, [source], e.span)
-    scope.body.append(ir.AllReduce(target, source, COLLECTIVES[e.func], e.span))
+    scope.emit(ir.AllReduce(target, source, COLLECTIVES[e.func], e.span))
     return target
 
 

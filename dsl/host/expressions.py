@@ -68,21 +68,7 @@ class Expressions:
             if e.id in scope.results:
                 hint = "an output or gradient can be read once it is assigned"
             raise scope.fail("K0601", f"unknown name '{e.id}'", e.span, hint)
-        if found.tensor not in scope.written:
-            raise scope.fail(
-                "K0606",
-                f"'{e.id}' is used before anything is stored in it",
-                e.span,
-                f"assign it first, or add to it with {e.id} += ...",
-            )
-        inside = scope.sums.get(found.tensor)
-        if inside is not None and any(loop.chunk == inside for loop in scope.loops):
-            raise scope.fail(
-                "K0606",
-                f"'{e.id}' is still being summed in this loop",
-                e.span,
-                "use the sum after the loop",
-            )
+        scope.holding(e.id, found, e.span)
         return ir.View(found.tensor, found.chunks, found.transposed, found.dtype, found.shape, e.span)
 
     def sliced(self, base: ir.View, e: ast.Subscript) -> ir.View:
@@ -173,7 +159,7 @@ class Expressions:
         if any(d.kind != "float" for d in scope.dtypes(target.dtype)):
             raise scope.fail("K0605", f"a product stored as {target.dtype}", e.span, "store it in a float tensor")
         self.apart(target, [v for v in (left, right, plus) if v is not None], e.span)
-        scope.body.append(ir.Product(target, left, right, plus, add, e.span))
+        scope.emit(ir.Product(target, left, right, plus, add, e.span))
         return target
 
     def convert(self, e: host.Call, target: ir.View | None, hint: str) -> ir.View:
@@ -186,11 +172,11 @@ class Expressions:
         plain = self.transposed(source, source.span) if source.transposed else source
         if target is None:
             made = scope.tensor(hint, e.func, plain.shape, "value", e.span)
-            scope.body.append(ir.Convert(made, plain, e.span))
+            scope.emit(ir.Convert(made, plain, e.span))
             return self.transposed(made, e.span) if source.transposed else made
         self.fits(target, source.shape, e.func, e.span)
         self.apart(target, [source], e.span)
-        scope.body.append(ir.Convert(target, source, e.span))
+        scope.emit(ir.Convert(target, source, e.span))
         return target
 
     # -- rules ---------------------------------------------------------------------------------------------------

@@ -175,3 +175,16 @@ def views(s: Stmt) -> Iterator[tuple[View, str]]:
         case Loop():
             for inner in s.body:
                 yield from views(inner)
+
+
+def homes(p: Program) -> dict[str, str]:
+    """The tensors that each iteration of a loop has anew, with the chunk of that loop: those that no statement outside
+    of it touches, and that are no result."""
+    found: dict[str, str | None] = {}
+    for s in (*p.forward, *p.backward):
+        place = s.chunk if isinstance(s, Loop) else None
+        for v, _ in views(s):
+            if found.setdefault(v.tensor, place) != place:
+                found[v.tensor] = None
+    kept = {*p.outputs.values(), *p.gradients.values()}
+    return {n: c for n, c in found.items() if c is not None and n not in kept and p.tensors[n].role == "value"}

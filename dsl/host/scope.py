@@ -12,6 +12,8 @@ from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES, DType
 from kgen.dsl.host import ir
+from kgen.dsl.host.state import Fault, State, name_of, unwritten
+from kgen.dsl.host.values import Numbers, Values
 from kgen.dsl.source import Span
 
 GRADIENT = "d_"  # before the name of a parameter: its gradient
@@ -63,8 +65,11 @@ class Scope:
     tensors: dict[str, ir.Tensor] = field(default_factory=dict)
     names: dict[str, ir.View] = field(default_factory=dict)  # the user's name -> what it stands for now
     results: dict[str, TensorParam] = field(default_factory=dict)  # outputs and gradients that may be assigned
-    written: set[str] = field(default_factory=set)
-    sums: dict[str, str] = field(default_factory=dict)  # tensor that is accumulated -> the loop it happens in
+    seen: dict[str, int] = field(default_factory=dict)  # name -> the version of its tensor that it stands for
+    storage: dict[str, str] = field(default_factory=dict)  # output or gradient -> the tensor that is made for it
+    state: State = field(default_factory=State)
+    values: Values = field(default_factory=lambda: Values(Numbers()))
+    asked: dict[str, bool] = field(default_factory=dict)  # the gradients that a choice asked for, d_x and so on
     failed: set[str] = field(default_factory=set)
     loops: list[Loop] = field(default_factory=list)
     body: list[ir.Stmt] = field(default_factory=list)
@@ -73,13 +78,20 @@ class Scope:
     broken: bool = False
 
     # -- mistakes ------------------------------------------------------------------------------------------------
-    def fail(self, code: str, message: str, span: Span, help: str, *, label: str = "") -> Stop:
+    def fail(
+        self, code: str, message: str, span: Span, help: str, *, label: str = "", notes: tuple[str, ...] = ()
+    ) -> Stop:
         """Report a mistake; raise what comes back to leave the statement."""
         self.broken = True
         taken = self.choices.describe() if self.spec is None else ()
-        notes = (f"this is so when {' and '.join(taken)}",) if taken else ()
+        if taken:
+            notes = (*notes, f"this is so when {' and '.join(taken)}")
         self.diagnostics.error(code, message, span, label=label, help=help, notes=notes)
         return Stop()
+
+    def fault(self, fault: Fault) -> Stop:
+        """Report what the state of a tensor forbids; raise what comes back."""
+        return self.fail(fault.code, fault.message, fault.span, fault.help)
 
     # -- parameters ----------------------------------------------------------------------------------------------
     @property
@@ -104,7 +116,9 @@ class Scope:
 
     def is_wanted(self, name: str) -> bool:
         """Whether the gradient of parameter `name` is wanted."""
-        return name in self.spec.wanted if self.spec is not None else self.choices.decide(GRADIENT + name)
+        found = name in self.spec.wanted if self.spec is not None else self.choices.decide(GRADIENT + name)
+        self.asked[GRADIENT + name] = found
+        return found
 
     def dim(self, name: str) -> Poly | None:
         """A dimension, a const integer or the extent of a chunk; None for any other name."""
@@ -139,8 +153,10 @@ class Scope:
         self.taken.add(name)
         return name
 
-    def tensor(self, hint: str, dtype: str, shape: tuple[Poly, ...], role: str, span: Span) -> ir.View:
-        """A new tensor, as a view of the whole."""
+    def tensor(
+        self, hint: str, dtype: str, shape: tuple[Poly, ...], role: str, span: Span, *, inside: bool = True
+    ) -> ir.View:
+        """A new tensor, as a view of the whole; `inside`: of the loop around, if there is one."""
         for p in shape:
             for loop in self.loops:
                 if not _grows(p, loop.chunk):
@@ -152,14 +168,57 @@ class Scope:
                     )
         name = self.unique(hint)
         self.tensors[name] = ir.Tensor(name, dtype, shape, role, span)
-        if role != "value":
-            self.written.add(name)
+        self.state.new(name, written=role != "value", inside=inside)
         return ir.View(name, (), False, dtype, shape, span)
 
     def shown(self, shape: tuple[Poly, ...]) -> str:
         """A shape as the user would write it here: the rows of a chunk by its index."""
         indices = {loop.chunk: Poly.sym(loop.index) for loop in self.loops}
         return shape_text(tuple(p.substitute(indices) for p in shape))
+
+    def emit(self, s: ir.Stmt) -> None:
+        """Append a statement to the program, where the state of its tensors lets it stand."""
+        kinds = {d.kind for v, how in ir.views(s) if how != "read" for d in self.dtypes(v.dtype)}
+        try:
+            self.state.apply(s, kinds <= {"float"})
+        except Fault as fault:
+            raise self.fault(fault) from None
+        self.body.append(s)
+        self.values.apply(s, self.loops[-1].dim if self.loops else "")
+        for v, how in ir.views(s):
+            if how != "read":
+                version, name = self.state.change(v), name_of(v)
+                if name in self.names and self.names[name].tensor == v.tensor:
+                    self.seen[name] = version
+
+    # -- names ---------------------------------------------------------------------------------------------------
+    def bind(self, name: str, v: ir.View) -> None:
+        """From here on `name` stands for what `v` shows."""
+        self.names[name] = v
+        self.seen[name] = self.state.holdings[v.tensor].version
+        self.failed.discard(name)
+
+    def current(self, name: str, v: ir.View, span: Span) -> ir.View:
+        """`v`, which is what `name` stands for. Raises Stop if it was changed in place through another name since."""
+        h = self.state.holdings[v.tensor]
+        if h.changed is not None and self.seen.get(name, 0) != h.version:
+            via, where = h.changed
+            self.failed.add(name)
+            raise self.fail(
+                "K0619",
+                f"'{name}' stands for a value that was changed through another name, '{via}'",
+                span,
+                f"use '{via}' for the new value, or keep the old one by a copy before the change: "
+                f"{name} = {v.dtype}(...)",
+                notes=(f"changed at {where}",),
+            )
+        return v
+
+    def holding(self, name: str, v: ir.View, span: Span) -> ir.View:
+        """The same, where it also holds something."""
+        if not self.state.touched(v.tensor):
+            raise self.fault(unwritten(name, span))
+        return self.current(name, v, span)
 
     def kind(self, name: str) -> str | None:
         """What a name that cannot be a value means."""

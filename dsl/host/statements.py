@@ -13,6 +13,8 @@ from kgen.dsl.host import ir
 from kgen.dsl.host.collectives import is_collective
 from kgen.dsl.host.expressions import Expressions
 from kgen.dsl.host.scope import GRADIENT, Loop, Scope, Stop
+from kgen.dsl.host.state import whole_in_loop
+from kgen.dsl.host.values import assigned
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
     "==": lambda a, b: a == b,
@@ -62,7 +64,7 @@ class Statements:
             name = t.id if isinstance(t, ast.Name) else t.tensor
             self.scope.failed.add(name)
             if name in self.scope.names:
-                self.scope.written.add(self.scope.names[name].tensor)
+                self.scope.state.assume(self.scope.names[name].tensor)
 
     def _require(self, s: ast.Require) -> None:
         raise self.scope.fail(
@@ -99,7 +101,7 @@ class Statements:
                 scope.broken = True
                 raise Stop()
             shape.append(poly)
-        scope.names[s.name] = scope.tensor(s.name, t.dtype, tuple(shape), "value", s.name_span)
+        scope.bind(s.name, scope.tensor(s.name, t.dtype, tuple(shape), "value", s.name_span))
 
     def _dimension(self, name: ast.Name) -> Poly:
         found = self.scope.dim(name.id)
@@ -117,20 +119,30 @@ class Statements:
         if p is None:
             return None
         if name not in scope.names:
-            scope.names[name] = scope.tensor(name, p.dtype, scope.shape(p), "value", p.span)
+            self._store_for(name, p)
         return scope.names[name]
+
+    def _store_for(self, name: str, p: TensorParam) -> None:
+        """A new tensor for an output or a gradient."""
+        scope = self.scope
+        scope.bind(name, scope.tensor(name, p.dtype, scope.shape(p), "value", p.span, inside=False))
+        scope.storage[name] = scope.names[name].tensor
 
     def _target(self, t: host.Target) -> ir.View | None:
         """The tensor that an assignment stores into; None where it names a new value."""
         scope = self.scope
         if isinstance(t, ast.Name):
             self._free(t.id, t)
-            made = self._result(t.id)
-            if made is not None:
-                return self._stored(t, made)
+            p = scope.results.get(t.id)
+            if p is not None:
+                return self._anew(t, p)
             # A declared tensor is filled by its first assignment; any other assignment names a new value.
             held = scope.names.get(t.id)
-            return held if held is not None and held.tensor not in scope.written else None
+            if held is None or scope.state.touched(held.tensor):
+                return None
+            if scope.state.outer(held.tensor):
+                raise scope.fault(whole_in_loop(t.id, t.span, scope.state.index))
+            return self._stored(t, held)
         if t.tensor in scope.failed:
             raise Stop()
         base = self._result(t.tensor) or scope.names.get(t.tensor)
@@ -141,20 +153,30 @@ class Statements:
                 t.tensor_span,
                 f"declare it, as in {t.tensor}: f32[...]; a whole value needs no declaration",
             )
-        return self._stored(t, self.expressions.sliced(base, t))
+        return self._stored(t, self.expressions.sliced(scope.current(t.tensor, base, t.tensor_span), t))
+
+    def _anew(self, t: ast.Name, p: TensorParam) -> ir.View:
+        """The tensor of an output or a gradient that is assigned as a whole: what it was before stays what it is."""
+        scope = self.scope
+        if scope.loops:
+            raise scope.fault(whole_in_loop(t.id, t.span, scope.state.index))
+        held = self._result(t.id)
+        assert held is not None
+        if scope.state.touched(held.tensor):
+            if scope.storage.get(t.id) == held.tensor and scope.state.summed(held.tensor):
+                raise scope.fail("K0607", f"'{t.id}' is a sum and is also assigned", t.span, "use a name for each")
+            before, version = scope.names[t.id], scope.seen.get(t.id, 0)
+            self._store_for(t.id, p)
+            # Until it is assigned the name stands for what it did.
+            held = scope.names[t.id]
+            scope.names[t.id], scope.seen[t.id] = before, version
+        return self._stored(t, held)
 
     def _stored(self, t: host.Target, v: ir.View) -> ir.View:
         """`v`, if it may be stored to."""
         scope = self.scope
         if scope.tensors[v.tensor].role != "value":
             raise scope.fail("K0607", f"'{v.tensor}' is an argument and cannot be assigned", t.span, "use a new name")
-        if v.tensor in scope.sums:
-            raise scope.fail(
-                "K0607",
-                f"'{t.id if isinstance(t, ast.Name) else t.tensor}' is a sum and is also assigned",
-                t.span,
-                "use a name for each",
-            )
         return ir.View(v.tensor, v.chunks, v.transposed, v.dtype, v.shape, t.span)
 
     # -- values --------------------------------------------------------------------------------------------------
@@ -173,32 +195,21 @@ class Statements:
             target = self._target(next(iter(s.targets)))
             made = [self._one(s, target, hints[0])]
         for t, v in zip(s.targets, made, strict=True):
-            scope.written.add(v.tensor)
             if isinstance(t, ast.Name):
-                scope.names[t.id] = v
-                scope.failed.discard(t.id)
+                scope.bind(t.id, v)
 
     def _one(self, s: host.Assign, target: ir.View | None, hint: str) -> ir.View:
         scope, e = self.scope, s.value
         if isinstance(e, host.Product | host.Call):
             return self.expressions.into(e, target, hint)
         source = self.expressions.view(e)
-        if target is None or self._may_be(target, source):
+        if target is not None:
+            self.expressions.fits(target, source.shape, source.dtype, s.span)
+        if target is None or isinstance(next(iter(s.targets)), ast.Name):
             return source  # another name for it
-        self.expressions.fits(target, source.shape, source.dtype, s.span)
         self.expressions.apart(target, [source], s.span)
-        scope.body.append(ir.Convert(target, source, s.span))
+        scope.emit(ir.Convert(target, source, s.span))
         return target
-
-    def _may_be(self, target: ir.View, source: ir.View) -> bool:
-        """Whether a tensor of the program's own can itself be the output or gradient that it is assigned to."""
-        scope = self.scope
-        whole = source.shape == scope.tensors[source.tensor].shape and not source.chunks and not source.transposed
-        alone = all(scope.names[r].tensor != source.tensor for r in scope.results if dict.__contains__(scope.names, r))
-        same = (source.shape, source.dtype) == (target.shape, target.dtype)
-        mine = any(scope.names[r].tensor == target.tensor for r in scope.results if dict.__contains__(scope.names, r))
-        own = scope.tensors[source.tensor].role == "value"
-        return mine and own and whole and alone and same and not scope.loops and target.tensor not in scope.written
 
     def _accumulate(self, s: host.Accumulate) -> None:
         scope = self.scope
@@ -210,9 +221,14 @@ class Statements:
             kind = scope.kind(name)
             hint = f"declare it, as in {name}: f32[...]" if kind is None else "sum into a tensor of your own"
             raise scope.fail("K0601", f"'{name}' is {kind or 'not declared'}", s.target.span, hint)
-        target = base if isinstance(s.target, ast.Name) else self.expressions.sliced(base, s.target)
-        if base.tensor in scope.written and base.tensor not in scope.sums:
-            raise scope.fail("K0607", f"'{name}' is assigned and also summed", s.target.span, "use a name for each")
+        base = ir.View(base.tensor, base.chunks, base.transposed, base.dtype, base.shape, s.target.span)
+        target = scope.current(name, base, s.target.span)
+        if isinstance(s.target, ast.Subscript):
+            target = self.expressions.sliced(target, s.target)
+        if scope.tensors[target.tensor].role != "value":
+            raise scope.fail(
+                "K0607", f"'{name}' is an argument and cannot be added to", s.target.span, "use a new name"
+            )
         if isinstance(s.value, host.Product) and s.value.plus is None:
             self.expressions.product(s.value, target, name, add=True)
         else:
@@ -221,9 +237,7 @@ class Statements:
             if any(d.kind != "float" for n in (target, value) for d in scope.dtypes(n.dtype)):
                 raise scope.fail("K0605", "'+=' of values that are not floats", s.span, "sum floating-point tensors")
             self.expressions.apart(target, [value], s.span)
-            scope.body.append(ir.Sum(target, value, s.span))
-        scope.sums[base.tensor] = scope.loops[-1].chunk if scope.loops else ""
-        scope.written.add(base.tensor)
+            scope.emit(ir.Sum(target, value, s.span))
 
     def _perform(self, s: host.Perform) -> None:
         scope = self.scope
@@ -253,23 +267,35 @@ class Statements:
         if scope.kind(s.index) is not None or s.index in scope.names:
             raise scope.fail("K0615", f"'{s.index}' already means something else", s.span, "rename the index")
         loop = Loop(s.index, scope.unique(s.index), s.dim)
-        outer, names = scope.body, dict(scope.names)
+        outer, names, seen = scope.body, dict(scope.names), dict(scope.seen)
         scope.body = []
         scope.loops.append(loop)
+        scope.state.enter(loop.chunk, s.index)
         self.block(s.body)
+        scope.state.leave()
         scope.loops.pop()
         outer.append(ir.Loop(loop.chunk, s.dim, tuple(scope.body), s.span))
         scope.body = outer
         # What the loop named is gone, and what it named anew means what it did before; a result that was first stored
         # in the loop remains.
         for n in set(scope.names) - set(scope.results):
-            if n in names:
-                scope.names[n] = names[n]
-            else:
+            if n not in names:
                 del scope.names[n]
+            elif scope.names[n] is not names[n]:
+                scope.names[n], scope.seen[n] = names[n], seen.get(n, 0)
 
     def _if(self, s: host.If) -> None:
-        self.block(s.body if self.truth(s.condition) else s.orelse)
+        scope = self.scope
+        asked, scope.asked = scope.asked, {}
+        truth = self.truth(s.condition)
+        by_gradients, scope.asked = bool(scope.asked), asked | scope.asked
+        scope.values.choices += by_gradients
+        self.block(s.body if truth else s.orelse)
+        scope.values.choices -= by_gradients
+        for name in assigned(s.body) & assigned(s.orelse) if by_gradients else ():
+            held = dict.get(scope.names, name)
+            if held is not None and scope.tensors[held.tensor].role == "value":
+                scope.values.give(held.tensor, "either", str(s.span), name)
 
     def truth(self, e: ast.Expr) -> bool:
         """The value of a condition on this path."""
