@@ -40,8 +40,8 @@ def cross_entropy(
     check_reduction("cross_entropy", reduction)
     options = options_of("cross_entropy", label_smoothing, z_loss, softcap)
     target, weight = _labels("cross_entropy", logits, target), _fixed("cross_entropy", weight)
-    loss, z = _kernel("cross_entropy", "cross_entropy")(
-        logits, target, weight, ignore_index=ignore_index, backend=backend, **options
+    loss, z = _kernel("cross_entropy", "cross_entropy").ordered(
+        (logits, target, weight, ignore_index, *options.values()), backend
     )
 
     def reduced(rows: torch.Tensor, of: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +114,8 @@ def check_reduction(op: str, reduction: str) -> None:
 
 
 def options_of(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> dict[str, Any]:
-    """The scalars of the kernels, and which of their terms are there at all. Raises ArgumentError for bad ones."""
+    """The scalars of the kernels, and which of their terms are there at all: their last parameters, in order. Raises
+    ArgumentError for bad ones."""
     try:
         if not 0.0 <= label_smoothing <= 1.0:
             raise ArgumentError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
