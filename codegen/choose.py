@@ -13,8 +13,6 @@ from math import prod
 from kgen.codegen import ladders
 from kgen.codegen.knobs import Knobs, turned
 from kgen.codegen.layout import (
-    Layout,
-    access_width,
     accesses,
     ceil_power,
     floor_power,
@@ -24,9 +22,10 @@ from kgen.codegen.layout import (
     vector_limit,
 )
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.online import paired, steps_of
-from kgen.codegen.phases import phases, refs
-from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
+from kgen.codegen.online import pair, paired, steps_of
+from kgen.codegen.phases import phases
+from kgen.codegen.registers import tile_registers
+from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
@@ -139,8 +138,9 @@ def _cuda_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     threads = ladder[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
     while True:
         schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row"))
-        # A whole row on 1024 threads has its multiprocessor to itself; in place, passes over chunks are better.
-        if schedule.threads == 1024 and schedule.rows == 1 and _in_place(kernel):
+        # A whole row on 1024 threads has its multiprocessor to itself. In place, and where exponentials are held beside
+        # it, passes over chunks are better: two programs run at a time, and a row is read again from the caches.
+        if schedule.threads == 1024 and schedule.rows == 1 and (_in_place(kernel) or _exponentials(kernel)):
             break
         if _fits(kernel, variant, schedule):
             return schedule
@@ -172,7 +172,7 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
     whole = held(kernel, Schedule(32, 1))
     ladder = ladders.LOOP_THREADS_IN_PLACE if _in_place(kernel) else ladders.LOOP_THREADS
     threads = ladder[row_bytes(kernel, whole)]
-    most = ladders.LOOP_SLOTS
+    most = ladders.LOOP_SLOTS[threads]
     if any(isinstance(s, ir.Accumulate) for s in kernel.body):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
     chunks: dict[str, int] = {}
@@ -196,6 +196,11 @@ def _in_place(kernel: ir.Kernel) -> bool:
     tiles = {a.name for a in kernel.tiles}
     stored = [a.tensor.role for a in accesses(kernel) if a.tensor.role != "in" and a.axes & tiles]
     return bool(stored) and all(role == "inout" for role in stored)
+
+
+def _exponentials(kernel: ir.Kernel) -> bool:
+    """Whether a row's sum of exponentials and its maximum would be taken in one pass over chunks."""
+    return any(pair(kernel, a.name) is not kernel for a in kernel.tiles)
 
 
 def _ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -260,68 +265,6 @@ def refuse_oversize(
         )
 
 
-def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
-    """About how many 32-bit registers a thread fills with tiles at the worst point.
-
-    A load counts as it lies in memory, packed, or a register an element where elements come one by one; a value that is
-    used once is taken to be computed where it is used. The last use of a value makes room for what is made of it.
-    """
-    used: dict[str, int] = {}
-    for s in {id(s): s for step in steps for s in step.body}.values():
-        for name in refs(s.value):
-            used[name] = used.get(name, 0) + 1
-    # A name computed in several passes is a value of its own in each.
-    where: dict[str, int] = {}
-    first: dict[tuple[str, int], int] = {}
-    last: dict[tuple[str, int], int] = {}
-    size: dict[tuple[str, int], int] = {}
-    at = 0
-    for i, step in enumerate(steps):
-        for s in step.body:
-            for name in refs(s.value):
-                last[(name, where[name])] = at
-            if isinstance(s, ir.Let):
-                key = (s.name, i)
-                where[s.name], first[key], last[key] = i, at, at
-                size[key] = _registers(kernel, variant, s, lay, used.get(s.name, 0))
-            at += 1
-        if isinstance(step, Loop):
-            # Accumulators are carried through the whole pass.
-            for s in step.body:
-                if isinstance(s, ir.Let) and step.axis not in s.value.axes:
-                    last[(s.name, i)] = max(last[(s.name, i)], at)
-    # Sums over programs live from the first row to the last; along an axis in chunks they are loaded beside each chunk.
-    carried = sum(
-        lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32)
-        for s in kernel.body
-        if isinstance(s, ir.Accumulate)
-    )
-    return carried + max(
-        (
-            max(
-                sum(size[k] for k in size if first[k] < point <= last[k]),
-                sum(size[k] for k in size if first[k] <= point < last[k]),
-            )
-            for point in range(at)
-        ),
-        default=0,
-    )
-
-
-def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses: int) -> int:
-    elements = lay.elements(s.value.axes)
-    if isinstance(s.value, ir.Load):
-        tensor = kernel.tensor(s.value.tensor)
-        size = tensor.dtype.itemsize
-        width = max([access_width(tensor, s.value.at, a.name, a.vector, variant) for a in lay.axes], default=1)
-        if width == 1:  # each with an address and a mask of its own
-            return elements * 3 // 2
-        return -(-elements * size // 4) if width * size >= 4 else elements
-    if uses == 1 and not isinstance(s.value, ir.Reduce):
-        return 0
-    return elements * max(1, s.value.dtype.bits // 32)
-
-
 # ---- Triton --------------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +287,8 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
         if block * held_too <= limit and _warps_hold(kernel, block):
             break
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
+        if _in_place(kernel) and held_too == 1:
+            most = ladders.TRITON_CHUNK_IN_PLACE[whole[axis]]
         address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
         while most > ladders.TRITON_SUM_CHUNK and not _warps_hold(kernel, most, address):
             most //= 2
@@ -355,10 +300,28 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     while rows > 1 and rows * _row_words(kernel) > ladders.TRITON_ROW_WORDS:
         rows //= 2
     if chunks and held_too == 1:
-        warps = ladders.TRITON_LOOP_WARPS[block]
+        warps = (ladders.TRITON_WARPS_IN_PLACE if _in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
     else:
         warps = ladders.TRITON_WARPS[block * rows * held_too]
-    return Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name="looped" if chunks else "row")
+    name = "looped" if chunks else "row"
+    schedule = Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name=name)
+    return replace(schedule, stages=_stages(kernel, schedule, sums=held_too > 1))
+
+
+def _stages(kernel: ir.Kernel, schedule: Schedule, *, sums: bool) -> int:
+    """Stages of the loop over rows of a sum, or over chunks: as many as the ladder says, but with room in shared memory
+    for what is loaded ahead."""
+    chunks = dict(schedule.chunks)
+    if not chunks and (not sums or schedule.rows > 1):
+        return 1
+    tiles = {a.name for a in kernel.tiles}
+    loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & (chunks.keys() or tiles)]
+    extents = {a: ceil_power(e) for a, e in held(kernel, schedule).items()}
+    ahead = sum(
+        kernel.tensor(e.tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in e.axes) for e in loads
+    )
+    most = ladders.TRITON_SUM_STAGES[_block(kernel, extents)] if sums else ladders.TRITON_STAGES
+    return max(1, min(most, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))
 
 
 def _row_words(kernel: ir.Kernel) -> int:

@@ -33,28 +33,33 @@ FLAT_SLOTS = Ladder(((16, 2), (INF, 1)))
 # Flat kernels that are left at once where there is nothing to do: programs are then all that costs, so they are larger.
 LEAVING_SLOTS = 8
 
-# Row kernels: threads a row by bytes of the widest row. 16384x1024 to 4096x16384 run at 97-99 % with these; one warp a
-# row at 8 KB did not pay.
-ROW_THREADS = Ladder(((2 << 10, 32), (8 << 10, 128), (16 << 10, 256), (32 << 10, 512), (INF, 1024)))
+# Row kernels: threads a row by bytes of the widest row. RMSNorm 16384x1024 takes 1.06 with a warp a row and 1.01 with
+# 128 threads; 16384x4096 to 4096x16384 take 1.04 with these, with half and with twice as many.
+ROW_THREADS = Ladder(((1 << 10, 32), (8 << 10, 128), (16 << 10, 256), (32 << 10, 512), (INF, 1024)))
 # Threads a program where rows are so short that several share one: 4 warps, a row each or less.
 SHORT_ROW_THREADS = 128
 # Registers a thread may fill with tiles, by threads a program. At 1024 threads eight 16-byte vectors (32 registers)
 # live together and 16 spill; the largest rung keeps two programs of 256 threads on a multiprocessor.
 ROW_REGISTERS = Ladder(((256, 128), (512, 96), (INF, 36)))
 
+# 32-bit registers a thread may fill with raw tiles before weights wait to be loaded where they are used.
+PREFETCH_WORDS = 32
+
 # Beyond this a thread is refused rather than compiled: it has 255 registers, and unrolled code grows with the tile.
 REGISTERS_LARGEST = 1024
 
 # Looped kernels: threads by bytes of the row. Passes after the first are to find the row in the 50 MB of L2, beside the
 # rows of all other programs that run, so fewer and larger programs are better where much is stored beside it: softmax
-# 8192x50304 takes 1.27 with 1024 threads and 1.48 with 512, 4096x128256 1.49 and 1.52.
-LOOP_THREADS = Ladder(((64 << 10, 512), (INF, 1024)))
+# 8192x32000 takes 1.09 with 1024 threads (two programs a multiprocessor; 1.30 with the whole row held by one) and 1.31
+# with 512, 8192x50304 1.26 and 1.42.
+LOOP_THREADS = Ladder(((32 << 10, 512), (INF, 1024)))
 # Where a row is overwritten in place, what is read again and what is stored are the same lines. Cross entropy with its
-# gradient in place: 8192x32000 1.08 with 512 threads (1.35 with the whole row on 1024), 8192x50304 1.35 with 512 and
-# 1.42 with 1024, 4096x128256 1.53 with 512 and 1.32 with 1024.
+# gradient in place: 8192x32000 1.08 with 512 threads (1.35 with the whole row on 1024), 8192x50304 1.15 with 512 and
+# 1.40 with 1024, 4096x128256 1.40 with 512 and 1.29 with 1024.
 LOOP_THREADS_IN_PLACE = Ladder(((128 << 10, 512), (INF, 1024)))
-# Vectors a thread takes of each chunk, fewer where they would not fit the registers.
-LOOP_SLOTS = 4
+# Vectors a thread takes of each chunk, by threads, fewer where they would not fit the registers. Cross entropy in place
+# 8192x50304 takes 1.15 with 8 on 512 threads and 1.29 with 4; on 1024 threads some kernels spill with 8.
+LOOP_SLOTS = Ladder(((512, 8), (INF, 4)))
 
 # The most threads and vectors of a looped kernel with sums, which go through memory a chunk at a time: more spill.
 LOOP_SUM_THREADS = 512
@@ -65,6 +70,9 @@ LOOP_SUM_SLOTS = 2
 # 0.047 ms with 128 threads and eight: a 16-byte vector a thread, as the sums of its elements are held unpacked.
 SUM_ROW_THREADS = Ladder(((1 << 10, 64), (2 << 10, 128), (4 << 10, 256), (8 << 10, 512), (INF, 1024)))
 SUM_THREADS = 1024
+# How many rows ahead a program asks for what it will read. Of the backward of RMSNorm, 16384x4096 takes 1.24 without,
+# 1.10 with one row and 1.17 with two; 8192x8192 1.35, 1.18 and 1.21; 16384x1024 1.47, 1.39 and 1.48.
+SUM_AHEAD = 1
 # 32-bit registers of a multiprocessor, and about how many a thread needs beside its tiles.
 REGISTER_FILE = 64 << 10
 OTHER_REGISTERS = 28
@@ -84,6 +92,10 @@ TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 TRITON_WHOLE = 16 << 10
 TRITON_CHUNK = 16 << 10
 TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
+# In place: the chunk by elements of the row, and its warps. Cross entropy in place takes 1.29 at 8192x32000 in chunks
+# of 8K on 8 warps and 1.34 in chunks of 16K on 16, 1.50 and 1.64 at 8192x50304, 1.53 and 1.50 at 4096x128256.
+TRITON_CHUNK_IN_PLACE = Ladder(((64 << 10, 8 << 10), (INF, 16 << 10)))
+TRITON_WARPS_IN_PLACE = Ladder(((2 << 10, 4), (8 << 10, 8), (INF, 16)))
 # Of a block of TRITON_LARGE elements on 16 warps, what a thread can hold: tiles an element, a value of 32 bits
 # counting 1, a load of 16 bits 1/2 (it stays packed) and one of 32 bits 3/2 (it is there twice while it is masked). At
 # 2.5 (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
@@ -96,6 +108,12 @@ TRITON_ADDRESS = 3.0
 # 8192x8192 with the row whole and 2.29 in chunks, beside each of which the sums are loaded.
 TRITON_SUM_WHOLE = 32 << 10
 TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K spills at 16 warps
+# Over how many turns of its loop a sum over programs spreads the loads of a row, by elements of the row: the backward
+# of RMSNorm takes 1.31 at 16384x4096 with 1 and 1.37 with 3, 1.40 and 1.14 at 8192x8192, 3.0 and 2.3 at 4096x16384.
+# Loops over chunks of a row do not gain: softmax 8192x32000 takes 1.16 with 1, 1.29 with 3 and 1.48 with 2.
+TRITON_SUM_STAGES = Ladder(((4 << 10, 1), (INF, 3)))
+TRITON_STAGES = 1
+TRITON_STAGED_BYTES = 96 << 10  # of shared memory, so that two programs fit on a multiprocessor
 TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block
 # Short rows are packed until a program has about this many elements; a flat kernel takes 8 a thread of 4 warps.
 TRITON_SHORT_ROWS = 2 << 10

@@ -7,7 +7,8 @@ The generator's own temporaries come from `fresh`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from kgen.dsl import ir
 
@@ -52,6 +53,16 @@ class Names:
     def fresh(self, hint: str) -> str:
         """A new identifier for a temporary: `hint`, or `hint_2`, `hint_3`, ... where that is taken."""
         return self._take(hint.lstrip("_") or "v", numbered="{}_{}")
+
+    @contextmanager
+    def spelled(self, other: Mapping[str, str]) -> Iterator[None]:
+        """Inside the block, the user's names in `other` are the identifiers given there."""
+        before = dict(self._spelling)
+        self._spelling |= other
+        try:
+            yield
+        finally:
+            self._spelling = before
 
     def _plain(self, name: str) -> bool:
         return name not in self._reserved and not name.startswith("_") and not name.endswith("_")

@@ -93,13 +93,14 @@ class _Phases:
         else:
             roots = {n for n, s in self.lets.items()
                      if self._finishes(n) and self.level[n] == place.level and self._axis(s) == place.axis}  # fmt: skip
-            wanted = self._closure(roots | {n for s in here for n in refs(s.value)}, place.axis) | roots
+            used = {u for n in roots for u in self.uses[n]} | {n for s in here for n in refs(s.value)}
+            wanted = self._closure(used, place.axis) | roots
         chosen = {id(s) for s in here}
         return tuple(s for s in self.kernel.body if (s.name in wanted if isinstance(s, ir.Let) else id(s) in chosen))
 
-    def _closure(self, roots: set[str], axis: str) -> set[str]:
-        """The values along `axis` below `roots`: those that a pass computes for itself."""
-        stack, seen = [u for n in roots for u in (n, *self.uses[n])], set[str]()
+    def _closure(self, names: set[str], axis: str) -> set[str]:
+        """The values along `axis` among `names` and below them: those that a pass computes for itself."""
+        stack, seen = list(names), set[str]()
         while stack:
             n = stack.pop()
             if n not in seen and axis in self.lets[n].value.axes:

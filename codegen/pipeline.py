@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.idle import idle
 from kgen.codegen.knobs import Knobs, check, written
@@ -35,37 +36,17 @@ def schedule_kernel(
 
     Raises `ScheduleError` where any of them does not fit the kernel.
     """
-    parts = prepare(kernel, variant)
-    if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
-        try:
-            return schedule_stages(parts, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
-        except ScheduleError as error:
-            raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
-    return schedule_stages(parts, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, override=override)
-
-
-def prepare(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
-    """The launches of `kernel` in normal form for `variant`, before a schedule. Raises `ScheduleError` where the size
-    of a tile is not known."""
     missing = [d for d in required_dims(kernel) if variant.dim(d) is None]
     if missing:
         raise ScheduleError(
             f"{kernel.name}: the value of {', '.join(missing)} must be known to compile it, as it sizes a tile"
         )
-    return tuple(stages(normalize(kernel, variant), variant))
-
-
-def schedule_stages(
-    parts: tuple[Stage, ...],
-    backend: str,
-    *,
-    num_sms: int = MULTIPROCESSORS,
-    rows_hint: int | None = None,
-    knobs: Knobs | None = None,
-    override: Schedule | None = None,
-) -> Scheduled:
-    """As `schedule_kernel`, of what `prepare` gave, whatever the kernel's source sets."""
-    first, *then = parts
+    first, *then = stages(normalize(kernel, variant), variant)
+    if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
+        try:
+            return schedule_kernel(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
     if override is not None:
         check(first.kernel, backend, override)
 
@@ -112,6 +93,7 @@ def _scheduled(
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks), schedule)
         steps = steps_of(kernel, schedule)
     refuse_oversize(kernel, variant, backend, schedule, steps)
+    steps = alternated(kernel, steps)
     if leaves is not None:
         steps = leaves.steps(steps)
     return Scheduled(kernel, variant, schedule, steps, barriers(kernel, digits(kernel, variant)), sums)

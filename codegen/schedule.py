@@ -114,14 +114,16 @@ class Straight:
 class Loop:
     """One pass over the chunks of `axis`.
 
-    `body` is executed for each chunk, in order; values along `axis` live only inside. A `Let` in it whose value is a
-    `Reduce` over `axis` is an accumulator: it starts at the identity, takes in each chunk, and its name is
-    bound to the finished value after the loop (it is not used inside). A `Partial` is not finished, and used inside.
+    `body` is executed for each chunk, in order, from the last to the first where `down`; values along `axis` live only
+    inside. A `Let` in it whose value is a `Reduce` over `axis` is an accumulator: it starts at the identity, takes in
+    each chunk, and its name is bound to the finished value after the loop (it is not used inside). A `Partial` is not
+    finished, and used inside.
     """
 
     axis: str
     chunk: int
     body: tuple[ir.Stmt, ...]
+    down: bool = False
 
 
 @dataclass(frozen=True)

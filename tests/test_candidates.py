@@ -159,7 +159,7 @@ def test_what_would_spill_is_left_out() -> None:
     def cost(backend: str, knobs: Knobs) -> float | None:
         return estimate(schedule_kernel(c.where.kernel, c.where.variant, backend, knobs=knobs), backend)
 
-    assert cost("cuda", Knobs(threads=32)) is None
+    assert cost("cuda", Knobs(threads=32, chunks=(("n", 32000),))) is None
     assert cost("triton", Knobs(threads=32, chunks=(("n", 32000),))) is None
     assert cost("cuda", Knobs(threads=512, rows=1)) is not None
 

@@ -18,7 +18,8 @@ from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
 from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
-from kgen.codegen.phases import refs
+from kgen.codegen.ladders import REGISTER_FILE
+from kgen.codegen.phases import refs, statement_axes
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step
 from kgen.codegen.templating import render
@@ -52,7 +53,8 @@ class _Emitter:
         self.ctx = Context(scheduled)
         self.steps = self.ctx.steps
         ctx = self.ctx
-        self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed)
+        self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed, self._carried())
+        self.waiting = set[str]()  # tensors that are read slot by slot, see `Plan`
 
     def program(self) -> Program:
         """The whole file."""
@@ -141,9 +143,13 @@ class _Emitter:
         ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()
         outside = dict(ctx.holders)
         ctx.lines.span = None
+        header = f"for (int {chunk} = 0; {chunk} < {extent}; {chunk} += {by})"
+        if step.down:
+            ctx.lines.add("// From the last chunk back: what was read last is still in the caches.")
+            header = f"for (int {chunk} = ({extent} - 1) / {by} * {by}; {chunk} >= 0; {chunk} -= {by})"
         # The vectors of one chunk are the loads in flight; NVRTC unrolls short loops whole, until registers spill.
         ctx.lines.add("#pragma unroll 1")
-        with ctx.block(f"for (int {chunk} = 0; {chunk} < {extent}; {chunk} += {by})"):
+        with ctx.block(header):
             with ctx.capture() as inner:
                 if self._body(step.body, escaping, accumulators):
                     ctx.barrier()  # the slots are written again in the next pass
@@ -163,6 +169,7 @@ class _Emitter:
         overwritten = {t.name for t in ctx.kernel.tensors if t.role == "inout"}
         todo = plan(body, self.shape, escaping, set(accumulators), overwritten)
         nests = NestEmitter(ctx, todo, accumulators)
+        self.waiting |= {s.value.tensor for s in body if isinstance(s.value, ir.Load) and _name(s) in todo.waiting}
         met = False
         for nest in self._prefetch(todo):
             nests.emit(nest)
@@ -173,7 +180,26 @@ class _Emitter:
             if phase.reductions:
                 ctx.lines.span = phase.reductions[0].span
                 met |= finish(ctx, [accumulators[r.name] for r in phase.reductions])
+                if phase is not todo.phases[-1]:
+                    self._stay_packed(body, todo)
         return met
+
+    def _stay_packed(self, body: tuple[ir.Stmt, ...], todo: Plan) -> None:
+        """Between two phases: large tiles stay as they were loaded. NVRTC would hold on to the elements that it has
+        unpacked, which take more registers than a thread has."""
+        ctx = self.ctx
+        room = min(REGISTER_FILE // ctx.schedule.threads, 255)
+        for s in body:
+            if not isinstance(s, ir.Let) or s.name not in todo.kept or s.name not in ctx.holders:
+                continue
+            h = ctx.holders[s.name]
+            if (
+                h.pack is not None
+                and h.pack.dtype.itemsize < 4
+                and h.slots
+                and ctx.layout.elements(s.value.axes) * 2 > room
+            ):
+                ctx.lines.add(f"{ctx.helper('stay_packed')}({h.name});")
 
     def _prefetch(self, todo: Plan) -> list[Nest]:
         nests: dict[frozenset[str], Nest] = {}
@@ -192,6 +218,12 @@ class _Emitter:
     def _streamed(self, load: ir.Let) -> bool:
         return bool(load.value.axes & self.ctx.parallel)
 
+    def _carried(self) -> int:
+        """32-bit registers of the sums over programs that a thread holds."""
+        ctx = self.ctx
+        added = (s for step in self.steps for s in step.body if isinstance(s, ir.Accumulate))
+        return 0 if ctx.flat else sum(ctx.layout.elements(statement_axes(s)) for s in added)
+
     # -- the file ------------------------------------------------------------------------------------------------
     def _pointers(self) -> list[str]:
         ctx = self.ctx
@@ -206,7 +238,9 @@ class _Emitter:
         ctx = self.ctx
         if a.kind == "tensor":
             const = "const " if ctx.kernel.tensor(a.name).role == "in" else ""
-            return f"{const}{storage_type(a.dtype)}* __restrict__ {ctx.param('tensor', a.name)}"
+            # What waits for room would not wait where no store could change it.
+            fixed = not self.waiting or (const and a.name not in self.waiting)
+            return f"{const}{storage_type(a.dtype)}* {'__restrict__ ' if fixed else ''}{ctx.param('tensor', a.name)}"
         type = "bool" if a.dtype == BOOL else storage_type(a.dtype)
         return f"{type} {ctx.param(a.kind, a.name, a.axis, a.part)}"
 
@@ -233,6 +267,10 @@ class _Emitter:
         if ctx.scheduled.sums is not None:
             out.append(sums_remark(ctx, ctx.scheduled.sums))
         return [line.rstrip().rstrip("\\").rstrip() for line in out]
+
+
+def _name(s: ir.Stmt) -> str:
+    return s.name if isinstance(s, ir.Let) else ""
 
 
 def _signature(t: ir.Tensor) -> str:

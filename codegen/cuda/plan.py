@@ -11,21 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kgen.codegen import ladders
 from kgen.codegen.phases import refs
+from kgen.codegen.registers import CHEAP, RECOMPUTE_LIMIT
 from kgen.dsl import ir
 
 Space = frozenset[str]  # axes of the layout that a statement runs over; "" is the row index of a flat kernel
-
-# Arithmetic that costs one instruction. Two of them are cheaper than a register held across a barrier.
-_CHEAP = frozenset(
-    (
-        "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
-        "not", "where", "isnan",
-    )
-)  # fmt: skip
-RECOMPUTE_LIMIT = 2
-# 32-bit registers a thread may fill with raw tiles before weights wait to be loaded where they are used.
-PREFETCH_WORDS = 32
 
 
 @dataclass
@@ -51,6 +42,7 @@ class Plan:
     prefetch: list[ir.Let]  # loads whose raw tiles are fetched before everything else
     phases: list[Phase]
     kept: set[str]
+    waiting: set[str] = field(default_factory=set[str])  # weights that are loaded slot by slot where they are used
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,7 @@ class Shape:
     slots: Callable[[Space], int]  # slots of a space that one thread runs over
     words: Callable[[ir.Let], int]  # 32-bit registers of the raw tile of a load
     streamed: Callable[[ir.Let], bool]  # whether a load differs from program to program
+    carried: int = 0  # 32-bit registers of sums that a thread holds throughout
 
 
 def plan(
@@ -109,8 +102,9 @@ class _Planner:
         return range(max(self.depth.values(), default=0) + 1)
 
     def _attempt(self, kept: set[str]) -> Plan:
-        prefetch, late = self._loads([self._needed(p, set()) for p in self._phases()])
-        out = Plan(prefetch, [], kept | {s.name for s in prefetch} | (self.escaping & set(self.lets)))
+        prefetch, late, waiting = self._loads([self._needed(p, set()) for p in self._phases()])
+        kept_first = kept | {s.name for s in prefetch} | (self.escaping & set(self.lets))
+        out = Plan(prefetch, [], kept_first, waiting)
         done = {s.name for s in prefetch}
         for p in self._phases():
             wanted = self._needed(p, done & kept)
@@ -182,7 +176,7 @@ class _Planner:
         cost = 0
         for e in ir.walk(self.lets[name].value):
             if isinstance(e, ir.Op):
-                cost += 1 if e.fn in _CHEAP else RECOMPUTE_LIMIT + 1
+                cost += 1 if e.fn in CHEAP else RECOMPUTE_LIMIT + 1
             elif isinstance(e, ir.Ref) and e.name in self.lets and e.name not in kept:
                 below = self.lets[e.name]
                 if self.shape.space(below) and not isinstance(below.value, ir.Load | ir.Reduce):
@@ -190,11 +184,11 @@ class _Planner:
         return cost
 
     # -- loads ---------------------------------------------------------------------------------------------------
-    def _loads(self, needed: list[set[str]]) -> tuple[list[ir.Let], set[str]]:
-        """(loads fetched first, loads made in the nests that use them)."""
+    def _loads(self, needed: list[set[str]]) -> tuple[list[ir.Let], set[str], set[str]]:
+        """(loads fetched first, loads made in the nests that use them, those among them that wait for room)."""
         affine = [s for s in self.body if isinstance(s, ir.Let) and is_affine_load(s)]
         total = sum(self.shape.words(s) for s in affine)
-        late = set[str]()
+        late, waiting = set[str](), set[str]()
         for s in affine:
             assert isinstance(s.value, ir.Load)
             phases = [p for p, names in enumerate(needed) if s.name in names]
@@ -205,11 +199,14 @@ class _Planner:
             if users != {space} or not space:
                 continue
             single = phases == [0] and self.shape.slots(space) == 1
-            weight = not self.shape.streamed(s) and 0 not in phases
-            if single or (weight and total > PREFETCH_WORDS):
+            crowded = total + self.shape.carried > ladders.PREFETCH_WORDS
+            if single and not crowded:
                 late.add(s.name)
+            elif not self.shape.streamed(s) and crowded:
+                waiting.add(s.name)  # in each phase anew: what is the same in all rows is in the nearest cache
         used = set[str]().union(*needed) | self.escaping
-        return [s for s in affine if s.name not in late and s.name in used], late
+        late |= waiting
+        return [s for s in affine if s.name not in late and s.name in used], late, waiting
 
     # -- nests ---------------------------------------------------------------------------------------------------
     def _order(self, phase: int, wanted: set[str], done: set[str], late: set[str]) -> Iterable[ir.Stmt]:

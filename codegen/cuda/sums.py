@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import ROW, Context, Holder
 from kgen.codegen.cuda.expr import constant
+from kgen.codegen.cuda.prefetch import RowLoop, emit_prefetch
 from kgen.codegen.cuda.reduce import Accumulator, define, finish
 from kgen.codegen.cuda.text import CExpr, Lines, binary, compute_type, integer
 from kgen.codegen.schedule import Sums
@@ -36,9 +37,13 @@ def emit_sums(
     added = [s for step in ctx.steps for s in step.body if isinstance(s, ir.Accumulate)]
     for s in added:
         ctx.partials[s.tensor, s.at] = _accumulator(ctx, sums, s)
+    loop = _Loop(ctx, sums)
+    header = loop.header()
     ctx.visible.append(set())
     with ctx.capture() as row:
         row.depth += 1
+        if loop.rows is not None and not sums.columns and sums.split is not None:
+            emit_prefetch(ctx, loop.rows)
         steps()
         if ctx.shared_bytes or ctx.scheduled.barriers:
             ctx.barrier()  # the next row writes the slots again
@@ -47,8 +52,7 @@ def emit_sums(
     with ctx.capture() as behind:
         _combine(ctx, sums, added)
         stores(tuple(ir.Store(s.tensor, s.at, _partial(ctx, s), s.span) for s in added))
-    loop = _Loop(ctx, sums)
-    header, inside = loop.header(), loop.inside()
+    inside = loop.inside()
     in_row = {*loop.names, *_defined(inside)}
     moving = [p for p in pointers() if in_row & set(_WORD.findall(p.split(" = ", 1)[1]))]
     share = loop.share()
@@ -110,6 +114,8 @@ def _combine(ctx: Context, sums: Sums, added: list[ir.Accumulate]) -> None:
 class _Loop:
     """The loop over a program's share of the summed points. `variable` is its index."""
 
+    rows: RowLoop | None = None  # where it takes one row after the other; known once there is a header
+
     def __init__(self, ctx: Context, sums: Sums) -> None:
         self.ctx = ctx
         self.sums = sums
@@ -134,7 +140,9 @@ class _Loop:
         if self.sums.split is not None:
             first, step = CExpr(ctx.names[self.sums.split], ctx.index_type), ctx.size(self.sums.dim, 0)
             ctx.prologue.add(self.sums.split)
-        if not self.one_by_one:
+        if self.one_by_one:
+            self.rows = RowLoop(v, points, step, self.over)
+        else:
             rows = CExpr(indices.rows_constant(ctx), "int")
             first = binary("*", first, rows) if self.sums.split is not None else first
             step = binary("*", step, rows) if self.sums.split is not None else rows

@@ -320,9 +320,15 @@ class _Emitter:
         inside = [*(_Line(t) for t in prelude), *inside]
         self.said = None
         self.sum_names |= self.outlive
+        counter = start
+        if step.down:
+            last = (axis.extent.constant - 1) // step.chunk * step.chunk
+            counter = self.names.fresh(f"{self.names[step.axis]}_done")
+            remark = "# from the last chunk back: what was read last is still in the cache"
+            inside.insert(0, _Line(f"{start} = {last} - {counter}  {remark}", header))
         return [
             *before,
-            _Line(f"for {start} in {self._range(f'0, {axis.extent.constant}, {step.chunk}')}:", header),
+            _Line(f"for {counter} in {self._range(f'0, {axis.extent.constant}, {step.chunk}')}:", header),
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
         ]

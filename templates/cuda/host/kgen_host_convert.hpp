@@ -51,6 +51,8 @@ inline unsigned short cvt_bf16_f64(double x) { return cvt_bf16_f32(kgen_host::ro
 inline unsigned cvt_f16x2_f32(float hi, float lo) { return ((unsigned)cvt_f16_f32(hi) << 16) | cvt_f16_f32(lo); }
 inline unsigned cvt_bf16x2_f32(float hi, float lo) { return ((unsigned)cvt_bf16_f32(hi) << 16) | cvt_bf16_f32(lo); }
 
+inline void prefetch_l2(const void*) {}
+
 inline float exp2_approx(float x) {
     const float y = exp2f(x);
     return y < 0x1p-126f ? 0.0f : y;  // NaN stays

@@ -1,0 +1,113 @@
+"""How many registers does a CUDA thread fill with tiles? An estimate for the chooser, by the rules of the emitter."""
+
+from __future__ import annotations
+
+from kgen.codegen import ladders
+from kgen.codegen.layout import Layout, access_width
+from kgen.codegen.normalize import statement_axes
+from kgen.codegen.phases import refs
+from kgen.codegen.schedule import Loop, Step
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+
+# Arithmetic that costs one instruction. Two of them are cheaper than a register held across a barrier.
+CHEAP = frozenset(
+    (
+        "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
+        "not", "where", "isnan",
+    )
+)  # fmt: skip
+RECOMPUTE_LIMIT = 2
+
+
+def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
+    """About how many 32-bit registers a thread fills with tiles at the worst point.
+
+    A load counts as it lies in memory, packed, or a register an element where elements come one by one; a value that is
+    used once is taken to be computed where it is used. The last use of a value makes room for what is made of it.
+    """
+    used: dict[str, int] = {}
+    for s in {id(s): s for step in steps for s in step.body}.values():
+        for name in refs(s.value):
+            used[name] = used.get(name, 0) + 1
+    # Sums over programs live from the first row to the last; along an axis in chunks they are loaded beside each chunk.
+    carried = sum(
+        lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32)
+        for s in kernel.body
+        if isinstance(s, ir.Accumulate)
+    )
+    waiting = _waiting(kernel, variant, steps, lay, carried)
+    again = _computed_again(steps)
+    # A name computed in several passes is a value of its own in each.
+    where: dict[str, int] = {}
+    first: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], int] = {}
+    size: dict[tuple[str, int], int] = {}
+    at = 0
+    for i, step in enumerate(steps):
+        for s in step.body:
+            for name in refs(s.value):
+                last[(name, where[name])] = at
+            if isinstance(s, ir.Let):
+                key = (s.name, i)
+                where[s.name], first[key], last[key] = i, at, at
+                size[key] = 0 if s.name in waiting | again else _registers(kernel, variant, s, lay, used.get(s.name, 0))
+            at += 1
+        if isinstance(step, Loop):
+            # Accumulators are carried through the whole pass.
+            for s in step.body:
+                if isinstance(s, ir.Let) and step.axis not in s.value.axes:
+                    last[(s.name, i)] = max(last[(s.name, i)], at)
+    return carried + max(
+        (
+            max(
+                sum(size[k] for k in size if first[k] < point <= last[k]),
+                sum(size[k] for k in size if first[k] <= point < last[k]),
+            )
+            for point in range(at)
+        ),
+        default=0,
+    )
+
+
+def _waiting(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout, carried: int) -> set[str]:
+    """Loads of what is the same in all rows, which are made slot by slot where registers are short (see
+    `kgen.codegen.cuda.plan`)."""
+    parallel = {a.name for a in kernel.parallel}
+    out = set[str]()
+    for step in steps:
+        lets = (s for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load))
+        loads = {s.name: s for s in lets if not ir.children(s.value)}
+        words = sum(_registers(kernel, variant, s, lay, 1) for s in loads.values())
+        if words + carried > ladders.PREFETCH_WORDS:
+            out |= {name for name, s in loads.items() if s.value.axes and not s.value.axes & parallel}
+    return out
+
+
+def _computed_again(steps: tuple[Step, ...]) -> set[str]:
+    """Values that are cheaper to compute again from loads than to hold."""
+    out = set[str]()
+    for step in steps:
+        loads = {s.name for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
+        tiles = {s.name for s in step.body if isinstance(s, ir.Let) and not isinstance(s.value, ir.Reduce)}
+        for s in step.body:
+            if not isinstance(s, ir.Let) or isinstance(s.value, ir.Load | ir.Reduce):
+                continue
+            ops = [e.fn for e in ir.walk(s.value) if isinstance(e, ir.Op)]
+            if len(ops) <= RECOMPUTE_LIMIT and CHEAP.issuperset(ops) and refs(s.value) & tiles <= loads:
+                out.add(s.name)
+    return out
+
+
+def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses: int) -> int:
+    elements = lay.elements(s.value.axes)
+    if isinstance(s.value, ir.Load):
+        tensor = kernel.tensor(s.value.tensor)
+        size = tensor.dtype.itemsize
+        width = max([access_width(tensor, s.value.at, a.name, a.vector, variant) for a in lay.axes], default=1)
+        if width == 1:  # each with an address and a mask of its own
+            return elements * 3 // 2
+        return -(-elements * size // 4) if width * size >= 4 else elements
+    if uses == 1 and not isinstance(s.value, ir.Reduce):
+        return 0
+    return elements * max(1, s.value.dtype.bits // 32)
