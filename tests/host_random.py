@@ -37,6 +37,11 @@ kernel totals(x: T[*M, N]) -> (s: T[N]):
     parallel m in M, n in N
     s[n] += x[m, n]
 
+kernel centred(x: T[*M, N]) -> (y: T[*M, N]):
+    parallel n in N
+    tile m in M
+    y[m, n] = minimum(maximum(x[m, n] - sum(x[m, n], m), -2.0), 2.0)
+
 kernel both(x: T[*M, N]) -> (y: T[*M, N], s: T[N]):
     parallel m in M
     tile n in N
@@ -91,6 +96,7 @@ class Draw:
                     lambda: f"{self.name(kind)} @ {self.name(MATRIX)}",
                     lambda: f"{self.name(kind)} @ {self.name(MATRIX)} + {self.name(ROW)}",
                     lambda: f"T({self.name(kind)})",
+                    lambda: f"centred({self.name(kind)})",
                 ]
             )()
         rows = self.rng.choice([CHUNK, CHUNK, ROWS]) if self.inside else ROWS

@@ -81,7 +81,7 @@ class Calls:
         updated = tuple(p.name for p, _ in tensors if p.role == "inout")
         self.check_writes(e, tensors, results)
         scope.used.add(e.func)
-        scope.emit(ir.Launch(e.func, tuple(arguments), updated, tuple(results), e.span))
+        scope.emit(ir.Launch(e.func, tuple(arguments), updated, tuple(results), e.span), dims)
         return results
 
     def unknown(self, e: host.Call) -> Stop:

@@ -12,6 +12,7 @@ from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES, DType
 from kgen.dsl.host import ir
+from kgen.dsl.host.rows import Mixes, Rows, rows_of
 from kgen.dsl.host.state import Fault, State, name_of, unwritten
 from kgen.dsl.host.values import Numbers, Values
 from kgen.dsl.source import Span
@@ -41,6 +42,16 @@ class Callee:
 
     ref: ir.KernelRef
     signature: Signature
+    known: dict[frozenset[str], Rows | Mixes] = field(default_factory=dict, compare=False)
+
+    def rows(self, dims: frozenset[str]) -> Rows | Mixes:
+        """What the kernel does with rows, whose dimensions are `dims`."""
+        if dims not in self.known:
+            try:
+                self.known[dims] = rows_of(next(k for k in self.ref.module.kernels if k.name == self.ref.name), dims)
+            except Mixes as mixes:
+                self.known[dims] = mixes
+        return self.known[dims]
 
 
 @dataclass
@@ -91,7 +102,7 @@ class Scope:
 
     def fault(self, fault: Fault) -> Stop:
         """Report what the state of a tensor forbids; raise what comes back."""
-        return self.fail(fault.code, fault.message, fault.span, fault.help)
+        return self.fail(fault.code, fault.message, fault.span, fault.help, notes=fault.notes)
 
     # -- parameters ----------------------------------------------------------------------------------------------
     @property
@@ -176,11 +187,12 @@ class Scope:
         indices = {loop.chunk: Poly.sym(loop.index) for loop in self.loops}
         return shape_text(tuple(p.substitute(indices) for p in shape))
 
-    def emit(self, s: ir.Stmt) -> None:
-        """Append a statement to the program, where the state of its tensors lets it stand."""
+    def emit(self, s: ir.Stmt, dims: Mapping[str, Poly] | None = None) -> None:
+        """Append a statement to the program, where the state of its tensors lets it stand. `dims`: of a launch, what
+        the kernel's dimensions are here."""
         kinds = {d.kind for v, how in ir.views(s) if how != "read" for d in self.dtypes(v.dtype)}
         try:
-            self.state.apply(s, kinds <= {"float"})
+            self.state.apply(s, floats=kinds <= {"float"}, rows=self._rows(s, dims or {}))
         except Fault as fault:
             raise self.fault(fault) from None
         self.body.append(s)
@@ -190,6 +202,12 @@ class Scope:
                 version, name = self.state.change(v), name_of(v)
                 if name in self.names and self.names[name].tensor == v.tensor:
                     self.seen[name] = version
+
+    def _rows(self, s: ir.Stmt, dims: Mapping[str, Poly]) -> Rows | Mixes | None:
+        """What a kernel does with the rows of the chunk around; None where it is given none."""
+        chunk = self.state.loop
+        over = frozenset(n for n, d in dims.items() if chunk and chunk in d.symbols)
+        return self.callees[s.kernel].rows(over) if isinstance(s, ir.Launch) and over else None
 
     # -- names ---------------------------------------------------------------------------------------------------
     def bind(self, name: str, v: ir.View) -> None:

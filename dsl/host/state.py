@@ -21,15 +21,16 @@ from enum import Enum
 
 from kgen.dsl.affine import Poly
 from kgen.dsl.host import ir
+from kgen.dsl.host.rows import Mixes, Rows
 from kgen.dsl.source import Span
 
 
 class Fault(Exception):
-    """Why a statement cannot stand where it stands: code, message, place and help of the error."""
+    """Why a statement cannot stand where it stands: code, message, place, help and notes of the error."""
 
-    def __init__(self, code: str, message: str, span: Span, help: str) -> None:
+    def __init__(self, code: str, message: str, span: Span, help: str, notes: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.code, self.message, self.span, self.help = code, message, span, help
+        self.code, self.message, self.span, self.help, self.notes = code, message, span, help, notes
 
 
 class Extent(Enum):
@@ -115,15 +116,16 @@ class State:
         self.loop = self.index = ""
 
     # -- statements ----------------------------------------------------------------------------------------------
-    def apply(self, s: ir.Stmt, floats: bool = True) -> None:
-        """Go behind a statement, which is no loop. `floats`: what it stores is floating point. Raises Fault; the state
-        is then of no use for the tensors of the statement."""
+    def apply(self, s: ir.Stmt, *, floats: bool = True, rows: Rows | Mixes | None = None) -> None:
+        """Go behind a statement, which is no loop. `floats`: what it stores is floating point. `rows`: what a kernel
+        does with those of the chunk, if it is given any. Raises Fault; the state is then of no use for the tensors of
+        the statement."""
         for v, how in ir.views(s):
             if how == "read" or (how == "update" and isinstance(s, ir.Launch)):
                 self._read(v)
         match s:
             case ir.Launch():
-                self._launch(s)
+                self._launch(s, rows)
             case ir.Product():
                 made = self._product(s)
                 self._add(s.target, made) if s.add else self._store(s.target, made)
@@ -140,22 +142,22 @@ class State:
             case ir.Loop():
                 raise AssertionError("loops are entered and left")
 
-    def _launch(self, s: ir.Launch) -> None:
-        views = [a for _, a in s.arguments if isinstance(a, ir.View)]
-        self._no_part(views)
-        rows = any(self.extent(v) is Extent.ROWS for v in views)
+    def _launch(self, s: ir.Launch, rows: Rows | Mixes | None) -> None:
+        self._no_part([a for _, a in s.arguments if isinstance(a, ir.View)])
+        if isinstance(rows, Mixes):
+            raise Fault(
+                "K0618",
+                f"'{s.kernel}' {rows.reason}, the rows of a chunk: what it gives depends on how many chunks there are",
+                s.span,
+                "call it on all rows before or after the loop, or let it sum over them with +=",
+                (f"at {rows.span}",),
+            )
         for name, v in s.arguments:
             if name in s.updated and isinstance(v, ir.View):
                 self._update(v)
-                if rows and self.extent(v) is Extent.FIXED:
-                    raise Fault(
-                        "K0618",
-                        f"'{name_of(v)}' is changed by what this chunk has, and has no chunks itself",
-                        v.span,
-                        "let the kernel give a new value for the chunk, and add that up with +=",
-                    )
-        for v in s.results:
-            self._store(v, self._made(v, views))
+        for k, v in enumerate(s.results):
+            part = rows is not None and k in rows.summed
+            self._store(v, Extent.ROWS if self._has_chunk(v.shape) else Extent.PART if part else Extent.FIXED)
 
     def _product(self, s: ir.Product) -> Extent:
         """What a product is made of. It is linear, so that parts may be factors and summands."""
