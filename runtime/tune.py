@@ -7,43 +7,33 @@ and timed beside the default (`kgen.runtime.tune_search`). A result is kept as s
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kgen.codegen.candidates import MOST
-from kgen.codegen.interpret import interpret
 from kgen.codegen.pipeline import MULTIPROCESSORS
 from kgen.codegen.program import Program
-from kgen.codegen.tolerance import compare, error_bound
 from kgen.dsl.diagnostics import KgenError
-from kgen.runtime.backends.base import Built, Executor, Generated, Launch
+from kgen.runtime.backends.base import Built, Executor, Generated
 from kgen.runtime.cache import CACHE
 from kgen.runtime.errors import BackendError
 from kgen.runtime.registry import executor_for
-from kgen.runtime.tune_cases import Arguments, Case
+from kgen.runtime.tune_cases import Case
 from kgen.runtime.tune_compile import Compilers, Made, Order, inline
-from kgen.runtime.tune_search import Timer, search
+from kgen.runtime.tune_measure import Check, MakeTimer, calls_of, device_timer
+from kgen.runtime.tune_search import search
 from kgen.runtime.tuned import device_name, subject
 from kgen.runtime.tuned_store import Result, add, driver_of, knob_data, load, user_path
 
-# Elements of the largest tensor of the call that is held against the interpreter. It has the same compiled kernel.
-CHECKED = 1 << 22
-CHECKED_ON_CPU = 1 << 16
 # With limited time, so many candidates of every job are compiled before the others.
 _WAVE = 12
-_FLUSH = 512 << 20  # bytes written before each call: they clear the L2 cache and last longer than a launch
-
-Run = Callable[[], Any]
-# A timer of `runs` with a `reset` before each of them that does not count.
-MakeTimer = Callable[[Sequence[Run], Run], Timer]
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,8 @@ def unique(jobs: Sequence[Job]) -> list[Job]:
 def tune(jobs: Sequence[Job], machine: Machine, options: Options | None = None) -> Iterator[Outcome]:
     """Tune `jobs`; an outcome of each, as soon as it is there. Those whose candidates are compiled come first."""
     options = options or Options()
-    known = {} if options.again else {r.key: r for r in load(user_path(machine.name))}
+    # What time did not suffice for is done again.
+    known = {} if options.again else {r.key: r for r in load(user_path(machine.name)) if r.complete}
     left: list[Job] = []
     for job in jobs:
         result = known.get(_blank(job, machine).key)
@@ -260,16 +251,17 @@ def _tuned(
         usable.append(m)
         built.append(one)
     arguments = job.case.arguments(machine.device)
-    runs, reset = _runs([b.prepare(job.case.where)[0] for b in built], job.case, arguments)
+    runs, reset = calls_of([b.prepare(job.case.where)[0] for b in built], job.case, arguments)
     timer = (machine.timer or device_timer(machine.device))(runs, reset)
     found = search(len(runs), timer, until=until, clock=clock)
     for i, m in enumerate(usable):
         figures.append({**_figures(m, job), "us": round(found.medians[i], 3)} if i in found.medians else {})
     best = usable[found.best].planned
+    complete = found.finished and not late and not skipped["late"]
     blank = _blank(job, machine)
     result = Result(
         blank.subject, blank.name, blank.dtypes, blank.dims, knob_data(best.knobs, job.case.where.kernel), found.us,
-        found.default_us, found.spread_us, len(usable), machine.driver, dict(skipped),
+        found.default_us, found.spread_us, len(usable), machine.driver, dict(skipped), complete,
     )  # fmt: skip
     order = sorted((f for f in figures if f), key=lambda f: f.get("us", math.inf))
     return Outcome(job, "tuned", result, tuple(problems), tuple(order))
@@ -293,116 +285,6 @@ def _figures(m: Made, job: Job) -> dict[str, Any]:
         shown["vector"] = s.vector
     out: dict[str, Any] = {"default": m.planned.knobs is None, "schedule": shown}
     return out | ({"registers": max(r.registers for r in m.resources)} if m.resources else {})
-
-
-# ---- is it right? ----------------------------------------------------------------------------------------------------
-
-
-class Check:
-    """A call of a case with few rows, and what must come out of it; made when it is first asked for."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
-        self._made: tuple[Case, Arguments, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
-
-    def problem(self, built: Built) -> str:
-        """What is wrong with the results of `built`; nothing where every one is within its bound."""
-        if self._made is None:
-            small = self.case.smaller(CHECKED if self.device.type == "cuda" else CHECKED_ON_CPU)
-            arguments = small.arguments(self.device, seed=1)
-            tensors = {t.name: x for t, x in zip(small.body.tensors, arguments.tensors, strict=True) if t.role != "out"}
-            scalars = {s.name: v for s, v in zip(small.body.scalars, arguments.scalars, strict=True)}
-            with torch.no_grad():
-                expected = interpret(small.body, tensors, scalars, precision="f64")
-                bound = error_bound(small.body, tensors, scalars)
-            self._made = small, arguments, expected, bound
-        small, arguments, expected, bound = self._made
-        own = [_own(t.role, x) for t, x in zip(small.body.tensors, arguments.tensors, strict=True)]
-        launch, _ = built.prepare(small.where)
-        launch(own, arguments.scalars, [x.data_ptr() for x in own])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        found = []
-        for t, x in zip(small.body.tensors, own, strict=True):
-            if t.role != "in":
-                c = compare(x, expected[t.name], bound[t.name])
-                found += [] if c.ok else [f"{t.name} {c}"]
-        return "; ".join(found)
-
-
-def _own(role: str, x: torch.Tensor) -> torch.Tensor:
-    if role == "in":
-        return x
-    if role == "inout":
-        return x.clone()
-    # What is not written must show.
-    return torch.full_like(x, math.nan if x.is_floating_point() else 1 if x.dtype == torch.bool else -77)
-
-
-# ---- how long does it take? ------------------------------------------------------------------------------------------
-
-
-def _runs(launches: Sequence[Launch], case: Case, a: Arguments) -> tuple[list[Run], Run]:
-    """A call of each launch on the same tensors, and what brings back those that are changed in place."""
-    changed = [(x, x.clone()) for t, x in zip(case.body.tensors, a.tensors, strict=True) if t.role == "inout"]
-    addresses = a.addresses
-
-    def reset() -> None:
-        for x, before in changed:
-            x.copy_(before)
-
-    def run(launch: Launch) -> Run:
-        return lambda: launch(a.tensors, a.scalars, addresses)
-
-    return [run(la) for la in launches], reset
-
-
-def device_timer(device: torch.device) -> MakeTimer:
-    """Microseconds on `device`, with its L2 cache cleared before each call: by events of a GPU, elsewhere by the
-    clock."""
-    cuda = device.type == "cuda"
-    flush = torch.empty(_FLUSH if cuda else 1, dtype=torch.uint8, device=device)
-
-    def make(runs: Sequence[Run], reset: Run) -> Timer:
-        warm: set[int] = set()
-
-        def measure(which: Sequence[int], rounds: int) -> Mapping[int, Sequence[float]]:
-            for i in set(which) - warm:
-                reset()
-                runs[i]()
-            warm.update(which)
-            out: dict[int, list[float]] = {i: [] for i in which}
-            collected = gc.isenabled()
-            gc.disable()
-            try:
-                for r in range(rounds):
-                    spans: list[tuple[int, Any, Any]] = []
-                    for k in range(len(which)):  # a new order each round: none profits from what ran before it
-                        i = which[(k + r) % len(which)]
-                        reset()
-                        flush.zero_()
-                        if cuda:
-                            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                            begin.record()
-                            runs[i]()
-                            end.record()
-                            spans.append((i, begin, end))
-                        else:
-                            began = time.perf_counter()
-                            runs[i]()
-                            out[i].append((time.perf_counter() - began) * 1e6)
-                    if cuda:
-                        torch.cuda.synchronize(device)
-                        for i, begin, end in spans:
-                            out[i].append(begin.elapsed_time(end) * 1e3)
-            finally:
-                if collected:
-                    gc.enable()
-            return out
-
-        return measure
-
-    return make
 
 
 def speedup(results: Sequence[Result]) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from kgen.codegen.candidates import MOST, candidates
@@ -24,6 +25,9 @@ from kgen.dsl import ir
 from kgen.dsl.diagnostics import KgenError
 from kgen.runtime.backends.base import emitter
 from kgen.runtime.nvrtc import Resources
+
+# Each holds torch, Triton and a compiler: half a gigabyte and more.
+_MOST_WORKERS = 32
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,15 @@ def _resources(order: Order, p: Program) -> Resources:
     return compile_triton(p, variant, order.capability, folder).resources
 
 
+def cores() -> int:
+    """The CPU cores that this process may use, at most `_MOST_WORKERS`: in a container fewer than the machine has."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max 100000" where there is no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, int(quota) // int(period)))
+    return min(count, _MOST_WORKERS)
+
+
 # ---- in the process that measures ------------------------------------------------------------------------------------
 
 
@@ -137,7 +150,7 @@ class Compilers:
         # Spawned: a fork would copy whatever CUDA and Triton have begun here.
         # Ctrl-C is for the process that measures, which ends these.
         self._pool = ProcessPoolExecutor(
-            workers or os.cpu_count() or 1,
+            workers or cores(),
             multiprocessing.get_context("spawn"),
             signal.signal,
             (signal.SIGINT, signal.SIG_IGN),

@@ -49,8 +49,8 @@ class Result:
 
     knobs: those of the fastest schedule as `Knobs.data` has them, but chunks by position among the tile indices; empty
     where the default stays. us, default_us: medians in microseconds of it and of the default. spread_us: what they vary
-    by. tried: how many schedules were timed. name, dtypes and dims are for people, and dims (all of them) say how large
-    the calls were.
+    by. tried: how many schedules were timed; complete: whether time sufficed for all that there are to try. name,
+    dtypes and dims are for people, and dims (all of them) say how large the calls were.
     """
 
     subject: Subject
@@ -64,6 +64,7 @@ class Result:
     tried: int = 0
     driver: str = ""
     skipped: Mapping[str, int] = field(default_factory=dict)
+    complete: bool = True
 
     @property
     def points(self) -> int:
@@ -83,6 +84,7 @@ class Result:
             "dims": dict(self.dims), "sizes": list(s.sizes), "assumed": s.assumed, "driver": self.driver,
             "knobs": dict(self.knobs), "us": round(self.us, 3), "default_us": round(self.default_us, 3),
             "spread_us": round(self.spread_us, 3), "tried": self.tried, "skipped": dict(self.skipped),
+            "complete": self.complete,
         }  # fmt: skip
 
     @staticmethod
@@ -92,6 +94,7 @@ class Result:
         return Result(
             at, str(d["kernel"]), dict(d["dtypes"]), dict(d["dims"]), dict(d["knobs"]), float(d["us"]),
             float(d["default_us"]), float(d["spread_us"]), int(d["tried"]), str(d["driver"]), dict(d["skipped"]),
+            bool(d["complete"]),
         )  # fmt: skip
 
 

@@ -18,9 +18,10 @@ from kgen.codegen.triton import emit
 from kgen.runtime.ahead import Choices
 from kgen.runtime.loading import load_packaged
 from kgen.runtime.registry import executor_for
-from kgen.runtime.tune import Check, load_candidate
+from kgen.runtime.tune import load_candidate
 from kgen.runtime.tune_cases import Case, case
 from kgen.runtime.tune_compile import Order, plan
+from kgen.runtime.tune_measure import Check
 
 CPU = torch.device("cpu")
 

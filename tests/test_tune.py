@@ -22,6 +22,7 @@ from kgen.runtime.loading import load_packaged
 from kgen.runtime.tune import Job, Machine, Options, Outcome
 from kgen.runtime.tune_cases import Case, case
 from kgen.runtime.tune_compile import Compilers, Order
+from kgen.runtime.tune_measure import MakeTimer, Run
 from kgen.runtime.tune_search import Timer
 from kgen.runtime.tuned_store import load, user_path
 
@@ -48,10 +49,10 @@ class Clock:
         return self.now
 
 
-def timer_of(us: Callable[[int], float], ran: list[int] | None = None) -> tune.MakeTimer:
+def timer_of(us: Callable[[int], float], ran: list[int] | None = None) -> MakeTimer:
     """A timer by which the candidate with number i takes `us(i)`; it does make the calls, if `ran` is to tell."""
 
-    def make(runs: Sequence[tune.Run], reset: tune.Run) -> Timer:
+    def make(runs: Sequence[Run], reset: Run) -> Timer:
         def measure(which: Sequence[int], rounds: int) -> dict[int, list[float]]:
             if ran is not None:
                 for i in which:
@@ -205,7 +206,7 @@ def test_in_place_kernels_start_from_the_same_values_each_time() -> None:
     c = case(load_packaged("cross_entropy.kdsl")["cross_entropy_"],
              Choices({"M": 6, "V": 64}, "f32", without=frozenset({"weight", "z_scale"})))  # fmt: skip
 
-    def make(runs: Sequence[tune.Run], reset: tune.Run) -> Timer:
+    def make(runs: Sequence[Run], reset: Run) -> Timer:
         def measure(which: Sequence[int], rounds: int) -> dict[int, list[float]]:
             for i in which:
                 reset()
@@ -271,6 +272,17 @@ def test_time_is_shared_and_what_is_left_over_is_told() -> None:
     assert states[0] == "tuned" and states[-1] == "out of time"
     assert [o.job for o in found] == jobs
     assert len(load(user_path("cpu"))) == states.count("tuned")
+
+
+def test_what_time_did_not_suffice_for_is_done_again() -> None:
+    jobs = [Job(norm(width=w), "cuda") for w in (64, 128)]
+    found = outcomes(jobs, seconds=9.0, clock=Clock(step=1.0))
+    short = [o.result for o in found if o.result is not None and not o.result.complete]
+    assert short and all(o.state == "tuned" for o in found)
+    assert [r.complete for r in load(user_path("cpu"))].count(False) == len(short)
+    again = outcomes(jobs)
+    assert [o.state for o in again].count("tuned") == len(short)
+    assert all(r.complete for r in load(user_path("cpu")))
 
 
 def test_a_training_form_that_is_the_kernel_itself_is_measured_once() -> None:
