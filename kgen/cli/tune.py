@@ -13,7 +13,7 @@ import typer
 
 from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
 from kgen.cli.files import existing, split_kernel
-from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices
+from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices, refuse_unknown
 from kgen.dsl.diagnostics import KgenError
 
 if TYPE_CHECKING:
@@ -84,15 +84,25 @@ def tune(
         _export(Machine.gpu().name if device is None else device, export)
         return
     how = choices(dim, dtype, const, present, absent)
-    given = [choices([s], None, None, None, None).dims for s in sizes or ()]
+    given = [_sizes(s) for s in sizes or ()]
     wanted = None if gradients is None else tuple(n.strip() for n in gradients.split(",") if n.strip())
-    cases = [c for target in targets for c in cases_of(target_of(target), how, given, wanted)]
+    named = [target_of(t) for t in targets]
+    everything = replace(how, dims={**how.dims, **{d: n for one in given for d, n in one.items()}})
+    refuse_unknown(everything, [k for t in named for k in t.kernel.module.kernels if k.name == t.kernel.name])
+    cases = [c for target in named for c in cases_of(target, how, given, wanted)]
     machine = Machine.gpu()
     tasks = unique([Job(c, b) for c in cases for b in backends])
     options = Options(seconds, again, jobs, most)
     outcomes = run(tasks, machine, options, export, json_file)
     if any(o.state == "failed" or o.problems for o in outcomes):
         raise typer.Exit(MISTAKES)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    try:
+        return {d.strip(): int(n.replace("_", "")) for d, n in (pair.split("=") for pair in text.split(","))}
+    except ValueError:
+        raise UsageError(f"--sizes {text}: write it as --sizes M=8192,N=4096") from None
 
 
 def run(
@@ -166,12 +176,12 @@ def target_of(text: str) -> Target:
     if kernel is None and name.isidentifier() and not path.exists():
         return _shipped(name, direction)
     module = load(existing(path))
-    names = [n for n in module if hasattr(module[n], "signature")]
+    names = _kernels(module)
     if kernel is None and len(names) != 1:
         raise UsageError(f"{path} has {len(names)} kernels; name one, as in {path}:{names[0] if names else 'KERNEL'}")
     chosen = kernel or names[0]
     if chosen not in names:
-        raise UsageError(f"{path} has no kernel '{chosen}'{_near(chosen, names)}")
+        raise UsageError(_no_kernel(str(path), chosen, names, chosen in module))
     return Target(module[chosen], direction, ())
 
 
@@ -189,16 +199,26 @@ def _shipped(name: str, direction: str | None) -> Target:
     else:
         files = sorted(f.name for f in folder.iterdir() if f.name.endswith(".kdsl"))
         modules = {f: load_packaged(f) for f in files}
-    for module in modules.values():
-        if name in module and hasattr(module[name], "signature"):
+    for file, module in modules.items():
+        if name in _kernels(module):
             return Target(module[name], direction, own)
-    names = [n for m in modules.values() for n in m if hasattr(m[n], "signature")]
-    raise UsageError(f"there is no file and no kernel of kgen called '{name}'{_near(name, names)}")
+        if name in module:
+            raise UsageError(_no_kernel(file, name, _kernels(module), True))
+    names = [n for m in modules.values() for n in _kernels(m)]
+    raise UsageError(_no_kernel("kgen", name, names, False))
 
 
-def _near(name: str, names: Sequence[str]) -> str:
+def _kernels(module: KernelModule) -> list[str]:
+    from kgen.runtime.kernel import Kernel as Made
+
+    return [n for n in module if isinstance(module[n], Made)]
+
+
+def _no_kernel(place: str, name: str, names: Sequence[str], is_op: bool) -> str:
+    if is_op:
+        return f"'{name}' is an op, a program of kernels; name one of those: {', '.join(names)}"
     close = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f"{place} has no kernel '{name}'" + (f"; did you mean '{close[0]}'?" if close else "")
 
 
 def cases_of(target: Target, how: Choices, sizes: Sequence[Any], wanted: tuple[str, ...] | None) -> Iterator[Any]:
