@@ -36,17 +36,37 @@ def schedule_kernel(
 
     Raises `ScheduleError` where any of them does not fit the kernel.
     """
+    parts = prepare(kernel, variant)
+    if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
+        try:
+            return schedule_stages(parts, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
+    return schedule_stages(parts, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, override=override)
+
+
+def prepare(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
+    """The launches of `kernel` in normal form for `variant`, before a schedule. Raises `ScheduleError` where the size
+    of a tile is not known."""
     missing = [d for d in required_dims(kernel) if variant.dim(d) is None]
     if missing:
         raise ScheduleError(
             f"{kernel.name}: the value of {', '.join(missing)} must be known to compile it, as it sizes a tile"
         )
-    first, *then = stages(normalize(kernel, variant), variant)
-    if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
-        try:
-            return schedule_kernel(kernel, variant, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
-        except ScheduleError as error:
-            raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
+    return tuple(stages(normalize(kernel, variant), variant))
+
+
+def schedule_stages(
+    parts: tuple[Stage, ...],
+    backend: str,
+    *,
+    num_sms: int = MULTIPROCESSORS,
+    rows_hint: int | None = None,
+    knobs: Knobs | None = None,
+    override: Schedule | None = None,
+) -> Scheduled:
+    """As `schedule_kernel`, of what `prepare` gave, whatever the kernel's source sets."""
+    first, *then = parts
     if override is not None:
         check(first.kernel, backend, override)
 

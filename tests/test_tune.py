@@ -403,6 +403,18 @@ def test_a_file_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert invoke(f"{file}:scale.backward", "--backend", "cuda", "--candidates", "2").exit_code == 0
 
 
+def test_a_schedule_in_the_source_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_the_cpu(monkeypatch)
+    file = tmp_path / "scale.kdsl"
+    file.write_text(
+        "kernel scale(x: T[M, N]) -> (y: T[M, N]):\n    example M = 8, N = 64\n    schedule cuda: threads = 64\n"
+        "    parallel m in M, n in N\n    y[m, n] = 2.0 * x[m, n]\n"
+    )
+    done = invoke(str(file), "--candidates", "2")
+    assert done.exit_code == 0
+    assert done.output.count("calls take the schedule that is set by") == 1 and "scale.kdsl:3" in done.output
+
+
 def test_show_says_what_was_measured() -> None:
     c = norm()
     outcomes([Job(c, "cuda"), Job(c, "triton")])

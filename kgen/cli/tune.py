@@ -247,6 +247,8 @@ def cases_of(target: Target, how: Choices, sizes: Sequence[Any], wanted: tuple[s
 
 
 def _lines(o: Outcome) -> Iterator[str]:
+    from kgen.codegen.knobs import written
+
     dims = ", ".join(f"{d}={n}" for d, n in o.job.case.dims.items())
     head = f"{o.job.name}, {dims}"
     if o.result is not None:
@@ -257,6 +259,10 @@ def _lines(o: Outcome) -> Iterator[str]:
         yield f"{head}: {o.state}"
     if o.state != "failed":
         yield from (f"  {p}" for p in o.problems)
+    where = o.job.case.where
+    own = written(where.kernel, where.variant, o.job.backend)
+    if own is not None:
+        yield f"  calls take the schedule that is set by {own.by}, not what is measured"
 
 
 def _said(r: Result) -> str:
