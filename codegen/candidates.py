@@ -203,7 +203,7 @@ def _blocks(default: Scheduled, knobs: Knobs) -> Iterator[Knobs]:
 def _stages(knobs: Knobs) -> Iterator[Knobs]:
     """`knobs`, and with the loads of more iterations of a loop in flight, for the usual number of programs."""
     yield knobs
-    for stages in (2, 3, 4):
+    for stages in (1, 2, 3, 4):
         if knobs.blocks is None:
             yield replace(knobs, stages=stages)
 

@@ -115,10 +115,11 @@ def turned(
     elif not kernel.tiles and backend == "cuda":
         # As many vectors a thread as before.
         rows = schedule.rows // (schedule.threads * schedule.vector) * threads * vector
-    stages = schedule.stages if knobs.stages is None else knobs.stages
+    loops = bool(chunks) or sums is not None
+    stages = knobs.stages or (schedule.stages if loops else 1)
     if not 1 <= stages <= MOST_STAGES:
         raise _refused(kernel, f"stages is {stages}, expected 1 to {MOST_STAGES} iterations")
-    if stages > 1 and not chunks and sums is None:
+    if stages > 1 and not loops:
         raise _refused(kernel, "stages is for loops, and it takes no index in chunks and has no sum over programs")
     name = schedule.name if not kernel.tiles else "looped" if chunks else "row"
     ordered = tuple((a, chunks[a]) for a in extents if a in chunks)

@@ -79,6 +79,7 @@ def test_blocks_of_a_sum() -> None:
         (norm, "cuda", Knobs(threads=64, rows=128), "128 rows do not share out among 64 threads"),
         (norm, "cuda", Knobs(vector=3), "vector is 3"),
         (norm, "triton", Knobs(vector=8), "vector is for CUDA alone"),
+        (norm, "triton", Knobs(chunks=(("n", 1000),)), "Triton's blocks are powers of two"),
         (norm, "cuda", Knobs(chunks=(("m", 4),)), "takes m in chunks, which is not a tile index"),
         (norm, "cuda", Knobs(chunks=(("n", 0),)), "the chunk of n is 0"),
         (norm, "cuda", Knobs(blocks=2), "it has no such sum"),

@@ -228,12 +228,11 @@ def cases_of(target: Target, how: Choices, sizes: Sequence[Any], wanted: tuple[s
     usual = () if sizes or how.dims else target.usual
     if usual:
         for u in usual:
-            directions = (target.direction,) if target.direction else u["directions"]
+            directions = (target.direction,) if target.direction else tuple(u["directions"])
             without = (how.without | set(u.get("without", ()))) - how.given
             own = replace(how, dims=u["dims"], without=without)
             for d in directions:
-                if d in u["directions"]:
-                    yield case(target.kernel, own, d, wanted or tuple(u.get("gradients", ())) or None)
+                yield case(target.kernel, own, d, wanted or tuple(u.get("gradients", ())) or None)
         return
     # Of a kernel that comes with kgen, optional tensors that are not usual are absent here too.
     absent = frozenset(target.usual[0].get("without", ())) if target.usual else frozenset[str]()
