@@ -116,7 +116,7 @@ def turned(
         # As many vectors a thread as before.
         rows = schedule.rows // (schedule.threads * schedule.vector) * threads * vector
     loops = bool(chunks) or sums is not None
-    stages = knobs.stages or (schedule.stages if loops else 1)
+    stages = knobs.stages if knobs.stages is not None else schedule.stages if loops else 1
     if not 1 <= stages <= MOST_STAGES:
         raise _refused(kernel, f"stages is {stages}, expected 1 to {MOST_STAGES} iterations")
     if stages > 1 and not loops:

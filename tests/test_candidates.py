@@ -128,6 +128,7 @@ def test_stages_are_for_loops_of_triton() -> None:
         ("cuda", Knobs(stages=2), "for Triton alone"),
         ("triton", Knobs(stages=2), "is for loops"),
         ("triton", Knobs(stages=9, chunks=(("n", 64),)), "expected 1 to 8"),
+        ("triton", Knobs(stages=0, chunks=(("n", 64),)), "expected 1 to 8"),
     ):
         with pytest.raises(ScheduleError, match=message):
             schedule_kernel(c.where.kernel, c.where.variant, backend, knobs=knobs)
