@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as _version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +20,11 @@ if importlib.util.find_spec("kgen.dsl") is None:
 from kgen.dsl.diagnostics import DslError, KgenError
 
 if TYPE_CHECKING:
+    __version__: str
     from kgen.runtime.errors import ArgumentError, BackendError
     from kgen.runtime.kernel import Kernel
     from kgen.runtime.loading import KernelModule, load, load_packaged, loads
     from kgen.runtime.registry import BackendStatus, backend, backends, set_backend
-
-try:
-    __version__ = _version("kgen")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0.0.0+source"
 
 __all__ = [
     "ArgumentError",
@@ -71,9 +65,21 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
+    if name == "__version__":
+        globals()[name] = found = _version()
+        return found
     if name in _SUBPACKAGES:
         return importlib.import_module(f"kgen.{name}")
     raise AttributeError(f"module 'kgen' has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a tenth of what `import kgen.ops` takes
+
+    try:
+        return version("kgen")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "0.0.0+source"
 
 
 def __dir__() -> list[str]:

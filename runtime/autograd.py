@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from kgen.codegen.derive import Derived
-from kgen.codegen.derive.written import gradients_of
-from kgen.dsl import ir
 from kgen.dsl.check import Signature, TensorParam
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DTYPES
-from kgen.dsl.parser import parse_text
 from kgen.runtime.binding import examine, no_vmap, refuse_scalar_gradient
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.picking import picker
 
 if TYPE_CHECKING:
+    from kgen.codegen.derive import Derived
+    from kgen.dsl import ir
     from kgen.runtime.kernel import Kernel
 
 # Where an argument of a backward kernel comes from ("saved", "cotangent", "scalar"), and which one it is there.
@@ -128,6 +126,9 @@ def exact_text(value: Any) -> str:
 
 
 def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -> Training:
+    # Only needed where gradients are.
+    from kgen.codegen.derive.written import gradients_of
+    from kgen.dsl.parser import parse_text
     from kgen.runtime.kernel import Kernel as Made  # which imports this module
 
     params = kernel.signature.params

@@ -8,16 +8,15 @@ import importlib.resources
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kgen.dsl import ast
-from kgen.dsl.check import check_module
-from kgen.dsl.diagnostics import Diagnostics
-from kgen.dsl.host import ir as host_ir
-from kgen.dsl.host.check import check_ops, source_of
-from kgen.dsl.source import SourceFile
-from kgen.runtime.host.op import HostOp
+from kgen.runtime.checked_modules import checked, checked_text
 from kgen.runtime.kernel import Kernel
+
+if TYPE_CHECKING:
+    from kgen.dsl.host import ir as host_ir
+    from kgen.runtime.host.op import HostOp
 
 
 class KernelModule:
@@ -32,6 +31,8 @@ class KernelModule:
         self._kernels = own
         self._ops: dict[str, HostOp] = {}
         if module.ops:
+            from kgen.runtime.host.op import HostOp  # a third of what there is to import
+
             others: dict[str, Kernel] = {}
 
             def kernel(name: str, ref: host_ir.KernelRef) -> Kernel:
@@ -81,9 +82,7 @@ def load(path: str | os.PathLike[str]) -> KernelModule:
 
     Raises DslError with every mistake in it, KgenError where it cannot be read.
     """
-    from kgen.dsl.modules import load as load_file
-
-    return _module(load_file(path).module)
+    return KernelModule(checked(path))
 
 
 def loads(text: str, name: str = "<string>") -> KernelModule:
@@ -91,17 +90,7 @@ def loads(text: str, name: str = "<string>") -> KernelModule:
 
     Raises DslError with every mistake.
     """
-    from kgen.dsl.modules import load_source
-
-    return _module(load_source(SourceFile(name, text)).module)
-
-
-def _module(module: ast.Module) -> KernelModule:
-    diagnostics = Diagnostics()
-    check_module(module, diagnostics)
-    check_ops(source_of(module), diagnostics)
-    diagnostics.raise_if_errors()
-    return KernelModule(module)
+    return KernelModule(checked_text(text, name))
 
 
 @functools.cache

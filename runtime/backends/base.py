@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Generated(Executor):
         scheduled = schedule_kernel(
             layout.kernel, layout.variant, self.backend, num_sms=self.multiprocessors(device), knobs=knobs
         )
+        keep_templates(cache)
         return self.load(emitter(self.backend)(scheduled), layout, device, cache)
 
     @abstractmethod
@@ -76,6 +78,18 @@ class Generated(Executor):
     def multiprocessors(self, device: torch.device) -> int:
         """Those of `device`: what the number of programs of a sum depends on."""
         return MULTIPROCESSORS
+
+
+@functools.cache
+def keep_templates(cache: Cache) -> None:
+    """Have templates compiled once for all processes: to print a kernel takes less than to read its templates."""
+    from jinja2 import FileSystemBytecodeCache
+
+    from kgen.codegen.templating import environment
+
+    folder = cache.folder("templates")
+    if folder is not None:
+        environment().bytecode_cache = FileSystemBytecodeCache(str(folder))
 
 
 def emitter(backend: str) -> Callable[[Scheduled], Program]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import os
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from kgen.codegen.program import Program
 from kgen.runtime import events
 from kgen.runtime.backends.base import Built, Generated
 from kgen.runtime.backends.driver import Binary, Loaded
-from kgen.runtime.cache import Cache, cache_key
+from kgen.runtime.cache import CACHE, Cache, cache_key
 from kgen.runtime.foreign_caches import before_cupy
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
@@ -48,13 +51,37 @@ class Cuda(Generated):
 
 @cache
 def _missing_cupy() -> str | None:
+    if nvrtc_version() is not None:
+        return None
     major = (torch.version.cuda or "13").split(".")[0]
     before_cupy()
     try:
-        importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
+        version = importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()
     except Exception as error:  # whatever keeps it from loading: a missing wheel, library or symbol
         return f"CuPy with NVRTC is missing ({error}); install it with: pip install 'kgen[cuda{major}]'"
+    CACHE.put(_installation(), ".".join(map(str, version)).encode())
     return None
+
+
+def nvrtc_version() -> str | None:
+    """The version of NVRTC, as this installation told it to an earlier process; None where none has asked.
+
+    To ask it is to import CuPy, which takes longer than all else that a process does which finds its kernels in the
+    cache.
+    """
+    known = CACHE.get(_installation())
+    return None if known is None else known.decode()
+
+
+@cache
+def _installation() -> str:
+    """The key of what says which NVRTC CuPy loads: the versions of the installed packages, and where it looks."""
+    spec = importlib.util.find_spec("cupy_backends")
+    parts = [os.environ.get(name, "") for name in ("CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH")]
+    for place in [] if spec is None else spec.submodule_search_locations or []:
+        site = Path(place).parent
+        parts += [place, *sorted(p.name for p in site.glob("*.dist-info") if p.name.startswith(("cupy", "nvidia")))]
+    return cache_key("nvrtc", *parts)
 
 
 def compiled(program: Program, arch: str, cache: Cache) -> tuple[bytes, dict[str, Any]]:
@@ -73,7 +100,9 @@ def compiled(program: Program, arch: str, cache: Cache) -> tuple[bytes, dict[str
         events.count("compile:cuda")
         return json.dumps(asdict(result.resources)).encode() + b"\n" + result.cubin
 
-    key = cache_key("cuda", program.source, program.entry, nvrtc.version(), *nvrtc.NUMERICS_FLAGS, arch)
+    key = cache_key(
+        "cuda", program.source, program.entry, nvrtc_version() or nvrtc.version(), *nvrtc.NUMERICS_FLAGS, arch
+    )
     meta, _, cubin = cache.get_or_build(key, build).partition(b"\n")
     if not built:
         events.count("load:cuda")
