@@ -347,14 +347,14 @@ class _TransformedCall(_Call):
 
 
 def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, values: Sequence[Any]) -> Any:
-    results = t.forward.ordered([values[i] for i in t.inputs], backend=choice, like=like)
+    results = t.forward.ordered([values[i] for i in t.inputs], choice, None, like)
     return results if isinstance(results, tuple) else (results,)
 
 
 def _run_backward(t: Training, choice: str, arguments: list[Any]) -> Any:
     if torch.is_grad_enabled():  # create_graph=True: the results must say that they cannot be differentiated
         return cast(Any, _Backward).apply(t, choice, *arguments)
-    return t.backward.ordered(arguments, backend=choice)
+    return t.backward.ordered(arguments, choice)
 
 
 class _Backward(torch.autograd.Function):

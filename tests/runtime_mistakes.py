@@ -3,7 +3,7 @@ told of memory. `break_kit` puts them in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ Told = Callable[[str, Memory, Mapping[str, Memory]], Memory]
 
 RIGHT_GRADIENTS = autograd.gradients
 RIGHT_TABLES = kgen.nn.RotaryEmbedding._tabulate
-RIGHT_CALL = Kernel.__call__
+RIGHT_CALL = Kernel.ordered
 
 
 def cotangents(t: autograd.Training, arguments: list[Any]) -> list[int]:
@@ -114,15 +114,15 @@ def tabulate_in_place(self: Any, count: int, device: torch.device) -> None:
         self.register_buffer(name, table.resize_(new.shape).copy_(new), persistent=False)
 
 
-def copies_its_inputs(self: Kernel, *args: Any, **kwargs: Any) -> Any:
-    return RIGHT_CALL(self, *(a.contiguous() if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+def copies_its_inputs(self: Kernel, values: Sequence[Any], *rest: Any) -> Any:
+    return RIGHT_CALL(self, [a.contiguous() if isinstance(a, torch.Tensor) else a for a in values], *rest)
 
 
-def casts_under_autocast(self: Kernel, *args: Any, **kwargs: Any) -> Any:
+def casts_under_autocast(self: Kernel, values: Sequence[Any], *rest: Any) -> Any:
     if not torch.is_autocast_enabled("cpu"):
-        return RIGHT_CALL(self, *args, **kwargs)
-    narrow = (a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
-    return RIGHT_CALL(self, *narrow, **kwargs)
+        return RIGHT_CALL(self, values, *rest)
+    narrow = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in values]
+    return RIGHT_CALL(self, narrow, *rest)
 
 
 def strides_of(other: str, *names: str) -> Told:

@@ -387,7 +387,7 @@ BREAKS: dict[str, Break] = {
         (by(gradients.test_frozen_inputs_cost_nothing),),
     ),
     "inputs cast under autocast": Break(
-        swapped(Kernel, "__call__", mistakes.casts_under_autocast),
+        swapped(Kernel, "ordered", mistakes.casts_under_autocast),
         (by(gradients.test_autocast_changes_nothing, "reference"),),
     ),
     "gradients of parameters missing": Break(
@@ -471,7 +471,7 @@ BREAKS: dict[str, Break] = {
         told(mistakes.unit_stride("cos", "sin")), (by(layouts.test_tables_and_positions_of_any_stride, "cuda"),)
     ),
     "inputs copied": Break(
-        swapped(Kernel, "__call__", mistakes.copies_its_inputs),
+        swapped(Kernel, "ordered", mistakes.copies_its_inputs),
         (by(layouts.test_strided_calls_copy_nothing_and_wait_for_nothing, "swiglu"),),
     ),
     "an input taken to be aligned": Break(

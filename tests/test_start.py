@@ -64,7 +64,6 @@ def test_a_second_process_needs_no_parser(folder: Path) -> None:
         "lark",
         "triton",
         "cupy",
-        "importlib.metadata",
         "kgen.codegen.derive",
         "kgen.runtime.host.op",
         "kgen.cli",
