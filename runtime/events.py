@@ -1,8 +1,8 @@
 """What the runtime has done so far: counters and a hook, for tests and tools that must prove that a kernel ran.
 
-Counted are `launch:<executor>` (one for each kernel execution, none for a call with nothing to do), `compile:cuda`
-(NVRTC was run), `load:cuda` (a cubin was taken from the disk cache) and `plan` (a launch plan was made). Executors are
-those of `kgen.backends()`.
+Counted are `launch:<executor>` (one for each kernel execution, none for a call with nothing to do), `compile:cuda` and
+`compile:triton` (NVRTC or Triton was asked to compile), `load:cuda` and `load:triton` (a binary was taken from the disk
+cache) and `plan` (a launch plan was made). Executors are those of `kgen.backends()`.
 """
 
 from __future__ import annotations

@@ -52,17 +52,25 @@ class _Staged(Built):
         assert self.program is not None
         layouts, workspaces = stage_layouts(self.program, layout)
         prepared = [part.prepare(where) for part, where in zip(self.parts, layouts, strict=True)]
-        launches = [launch for launch, _ in prepared]
-        device = self.device
+        return StagedLaunch([launch for launch, _ in prepared], workspaces, self.device), prepared[0][1]
 
-        def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
-            new = [w.allocate(device) for w in workspaces]
-            everything = [*tensors, *new]
-            places = [*addresses, *(t.data_ptr() for t in new)]
-            for one in launches:
-                one(everything, scalars, places)
 
-        return launch, prepared[0][1]
+class StagedLaunch:
+    """Allocates the workspaces of a call and makes its launches one after another: a `Launch`."""
+
+    def __init__(self, launches: Sequence[Launch], workspaces: Sequence[Workspace], device: torch.device) -> None:
+        self.launches = tuple(launches)
+        self.workspaces = tuple(workspaces)
+        self.device = device
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]
+    ) -> None:
+        new = [w.allocate(self.device) for w in self.workspaces]
+        everything = [*tensors, *new]
+        places = [*addresses, *(t.data_ptr() for t in new)]
+        for one in self.launches:
+            one(everything, scalars, places)
 
 
 def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[Workspace]]:

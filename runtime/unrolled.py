@@ -16,11 +16,12 @@ For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU th
         s0 = n0 if v2 is g0 else convert0(v2)
         s1 = n1 if v3 is g1 else convert1(v3)
         if current_device() != index: return elsewhere([v0, v1], [s0, s1], [p0, p1])
-        y0 = empty(shape0, strides0, dtype0)
+        y0 = empty(y0_shape, y0_strides, y0_dtype)
+        y0_p = y0.data_ptr()
         try: frame = free.pop()
         except IndexError: frame = new()
         memory, config, pointers = frame
-        pack(memory, stream_at, current_stream(index), p0, p1, y0.data_ptr(), s0, s1)
+        pack(memory, stream_at, current_stream(index), p0, p1, y0_p, s0, s1)
         if code := start(config, function, pointers, None): failed(frame, code)
         free.append(frame)
         draw()
@@ -33,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,7 @@ import torch
 from kgen.runtime import events
 from kgen.runtime.backends import driver
 from kgen.runtime.backends.base import Launch, bf16_bits
+from kgen.runtime.stages import StagedLaunch
 
 if TYPE_CHECKING:
     from kgen.runtime.plan import Argument
@@ -152,7 +155,9 @@ def plain(work: Work, tensors: int, scalars: int) -> Callable[..., Any]:
 def _work(text: _Text, work: Work, tensors: list[str], scalars: list[str], addresses: list[str], unless: str) -> None:
     """The lines behind the guards. `unless` is another reason to go elsewhere."""
     launch = work.launch
-    on_device = isinstance(launch, driver.DeviceLaunch)
+    staged = launch if isinstance(launch, StagedLaunch) else None
+    parts = [p for p in (staged.launches if staged else (launch,)) if isinstance(p, driver.DeviceLaunch)]
+    on_device = len(parts) == (len(staged.launches) if staged else 1)
     torch_c: Any = torch._C  # without stubs of this part
     direct = getattr(torch_c._dynamo.guards, f"_empty_strided_{work.device.type}", None)
     # As compiled graphs of torch allocate: past the dispatcher, in half the time, on the current device. A mode that is
@@ -161,41 +166,52 @@ def _work(text: _Text, work: Work, tensors: list[str], scalars: list[str], addre
     if reason != "False":
         text.add(
             f"if {reason}: return elsewhere([{', '.join(tensors)}], [{', '.join(scalars)}], [{', '.join(addresses)}])",
-            elsewhere=work.elsewhere, current_device=driver.current_device,
-            index=launch.index if isinstance(launch, driver.DeviceLaunch) else None,
+            elsewhere=work.elsewhere, current_device=driver.current_device, index=parts[0].index if on_device else None,
             modes=torch._C._len_torch_dispatch_stack,
         )  # fmt: skip
     outputs = [f"y{k}" for k in range(len(work.outputs))]
-    for k, a in enumerate(work.outputs):
-        text.add(
-            f"y{k} = empty(shape{k}, strides{k}, dtype{k})",
-            empty=direct or _allocator(work.device),
-            **{f"shape{k}": a.shape, f"strides{k}": a.strides, f"dtype{k}": a.dtype},
-        )
-    places = [*addresses, *(f"{y}.data_ptr()" for y in outputs)]
-    if isinstance(launch, driver.DeviceLaunch):
-        numbers = [f"bits({scalars[k]})" if launch.is_bf16[n] else scalars[k] for n, k in enumerate(launch.scalars)]
-        told = ["current_stream(index)", *(places[k] for k in launch.tensors), *numbers]
-        text.add("try: frame = free.pop()", free=launch.free)
-        text.add("except IndexError: frame = new()", new=launch.template.frame)
-        text.add("memory, config, pointers = frame")
-        text.add(
-            f"pack(memory, stream_at, {', '.join(told)})",
-            pack=launch.pack, stream_at=driver.STREAM, current_stream=driver.current_stream, bits=bf16_bits,
-        )  # fmt: skip
-        text.add(
-            "if code := start(config, function, pointers, None): failed(frame, code)",
-            start=launch.start, function=launch.function, failed=launch.failed,
-        )  # fmt: skip
-        text.add("free.append(frame)")
+    places = list(addresses)
+
+    def allocate(name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> None:
+        objects = {f"{name}_shape": shape, f"{name}_strides": strides, f"{name}_dtype": dtype}
+        text.add(f"{name} = empty({', '.join(objects)})", empty=direct or _allocator(work.device), **objects)
+        text.add(f"{name}_p = {name}.data_ptr()")
+        places.append(f"{name}_p")
+
+    for y, a in zip(outputs, work.outputs, strict=True):
+        allocate(y, a.shape, a.strides, a.dtype)
+    if on_device:
+        for k, w in enumerate(staged.workspaces if staged else ()):
+            allocate(f"w{k}", w.shape, tuple(prod(w.shape[i + 1 :]) for i in range(len(w.shape))), w.dtype)
+            if w.zeroed:
+                text.add(f"w{k}.zero_()")
+        for k, part in enumerate(parts):
+            _launch(text, part, scalars, places, str(k) if staged else "")
     else:
-        text.add(
-            f"launch({_listed([*tensors, *outputs])}, {_listed(scalars)}, {_listed(places)})",
-            launch=launch,
-        )
+        text.add(f"launch({_listed([*tensors, *outputs])}, {_listed(scalars)}, {_listed(places)})", launch=launch)
     text.add("draw()", draw=work.draw)
     text.add("if events.listeners: events.tell(event)", events=events, event=work.event)
     text.add(f"return {outputs[0] if len(outputs) == 1 else _listed(outputs)}")
+
+
+def _launch(text: _Text, launch: driver.DeviceLaunch, scalars: list[str], places: list[str], n: str) -> None:
+    """The lines of `DeviceLaunch.__call__`; `n` tells the launches of one call apart."""
+    numbers = [
+        f"bits({scalars[k]})" if bf16 else scalars[k] for k, bf16 in zip(launch.scalars, launch.is_bf16, strict=True)
+    ]
+    told = ", ".join(["current_stream(index)", *(places[k] for k in launch.tensors), *numbers])
+    text.add(f"try: frame = free{n}.pop()", **{f"free{n}": launch.free})
+    text.add(f"except IndexError: frame = new{n}()", **{f"new{n}": launch.template.frame})
+    text.add("memory, config, pointers = frame")
+    text.add(
+        f"pack{n}(memory, stream_at, {told})",
+        stream_at=driver.STREAM, current_stream=driver.current_stream, bits=bf16_bits, **{f"pack{n}": launch.pack},
+    )  # fmt: skip
+    text.add(
+        f"if code := start(config, function{n}, pointers, None): failed{n}(frame, code)",
+        start=launch.start, **{f"function{n}": launch.function, f"failed{n}": launch.failed},
+    )  # fmt: skip
+    text.add(f"free{n}.append(frame)")
 
 
 def _listed(names: Any) -> str:

@@ -264,6 +264,23 @@ def test_two_outputs_given_outputs_and_layouts(module: kgen.KernelModule, looked
         assert (y.stride(), d.stride()) == (like[0].stride(), like[1].stride())
 
 
+def test_the_same_layout_at_an_address_that_is_not_aligned(module: kgen.KernelModule, looked_up: list[str]) -> None:
+    """The host executor refuses an access of 16 bytes that is not aligned."""
+    for bad in range(2):
+        for _ in range(2):
+            module.both(integers(4, 8), integers(4, 8), backend="cuda")
+        x, z = (LAYOUTS["misaligned" if k == bad else "plain"](torch.float32) for k in range(2))
+        y, d = module.both(x, z, backend="cuda")
+        assert torch.equal(y, x + z) and torch.equal(d, x - z)
+    for _ in range(2):
+        out = (torch.empty(4, 8), torch.empty(4, 8))
+        module.both(integers(4, 8), integers(4, 8), backend="cuda", out=out)
+    out = (torch.empty(4, 8), LAYOUTS["misaligned"](torch.float32))
+    x, z = integers(4, 8), integers(4, 8)
+    module.both(x, z, backend="cuda", out=out)
+    assert torch.equal(out[0], x + z) and torch.equal(out[1], x - z)
+
+
 def test_one_tensor_for_two_arguments(module: kgen.KernelModule) -> None:
     for _ in range(3):
         x = integers(4, 8)
@@ -297,6 +314,7 @@ def test_wrong_calls_after_right_ones(module: kgen.KernelModule) -> None:
     x, w = integers(4, 8), integers(8)
     for _ in range(2):
         module.scaled(x, w, backend="cuda")
+        module.scaled(x, w, flip=True, backend="cuda")
         for args, kwargs, message in (
             ((), {}, "missing argument 'x'"),
             ((x, integers(7)), {}, r"argument 'w' must have shape"),
