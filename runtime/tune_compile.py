@@ -124,6 +124,20 @@ def cores() -> int:
     return min(count, _MOST_WORKERS)
 
 
+def _begin() -> None:
+    """To be called first in a process that compiles: Ctrl-C is for the one that measures, and when that is gone, this
+    one has nothing to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 # ---- in the process that measures ------------------------------------------------------------------------------------
 
 
@@ -148,13 +162,7 @@ class Compilers:
         self._wave = wave
         self._lock = threading.RLock()
         # Spawned: a fork would copy whatever CUDA and Triton have begun here.
-        # Ctrl-C is for the process that measures, which ends these.
-        self._pool = ProcessPoolExecutor(
-            workers or cores(),
-            multiprocessing.get_context("spawn"),
-            signal.signal,
-            (signal.SIGINT, signal.SIG_IGN),
-        )
+        self._pool = ProcessPoolExecutor(workers or cores(), multiprocessing.get_context("spawn"), _begin)
         self._work: list[_Work] = []
 
     def __enter__(self) -> Compilers:

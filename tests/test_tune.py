@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -348,6 +351,43 @@ def test_other_processes_compile_for_a_gpu_that_is_not_there() -> None:
             assert late == 0 and len(made) == 4
             assert made[0].planned.knobs is None and not made[0].problem
             assert all(m.resources and m.resources[0].registers > 10 for m in made if not m.problem)
+
+
+STARTS = """
+import time
+from kgen.runtime.ahead import Choices
+from kgen.runtime.loading import load_packaged
+from kgen.runtime.tune_cases import case
+from kgen.runtime.tune_compile import Compilers, Order
+
+if __name__ == "__main__":
+    c = case(load_packaged("rms_norm.kdsl")["rms_norm"], Choices({"M": 8, "N": 64}))
+    with Compilers([Order(c.where.kernel, c.where.variant, "cuda", 132, 90, most=2)], workers=1) as pool:
+        while not pool.ready(0):
+            time.sleep(0.01)
+        print(*pool._pool._processes, flush=True)
+        time.sleep(60)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(STARTS)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "starts.py")], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    (pid,) = parent.stdout.readline().split()
+    parent.kill()
+    parent.wait()
+
+    def there() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    ends = time.monotonic() + 10
+    while there() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not there()
 
 
 def test_a_candidate_that_does_not_compile_is_told() -> None:
