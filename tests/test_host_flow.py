@@ -80,6 +80,13 @@ SOUND = {
         Y, "p = clip(w)", "s = p", backward=("d_w = d_s", "d_x = d_y", "turn_(s)", "d_v = totals(s)")
     ),
     "an output that is assigned again": op("y = clip(x)", "a = y", "y = a @ w", "turn_(y)", "s = a.T @ y"),
+    "a sum that the ranks reduce": op(
+        Y, "g: f32[N, N]", LOOP, "    g += x[c].T @ x[c]", "h = all_sum(g)", LOOP, "    g += x[c].T @ x[c]",
+        "s = T(h)", "p = T(g)", backward=("d_w = d_s @ p",),
+    ),
+    "what all branches assign": op(
+        S, "if d_x:", "    y = clip(x)", "else:", "    a = clip(x)", "    y = a", backward=("d_x = y @ w",)
+    ),
     "what gradients need": op(
         Y, S, "if d_x:", "    a = clip(y)", "    turn_(a)", backward=("if d_x:", "    d_x = a @ w", "d_v = totals(d_y)")
     ),
@@ -157,6 +164,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "on the way to an output": (("a = clip(x)", S, "if d_x:", "    turn_(a)", "y = a @ w"), "K0620", 3, "'y' depends"),
     "added for gradients": ((Y, "s += w @ w", "if d_x:", "    s += w @ w"), "K0620", 3, "'s' depends on"),
     "named for gradients": ((Y, S, "if d_x:", "    s = w"), "K0620", 3, "'s' depends on"),
+    "changed in one branch and read in both": (
+        (Y, S, "if d_x:", "    turn_(y)", "    t = totals(y)", "else:", "    t = totals(y)"), "K0620", 3, "'y' depends",
+    ),
     "stored for gradients": ((Y, S, LOOP, "    if d_x:", "        y[c] = x[c]"), "K0620", 4, "'y' depends on"),
 }  # fmt: skip
 PUSH = """\

@@ -292,7 +292,9 @@ class Statements:
         scope.values.choices += by_gradients
         self.block(s.body if truth else s.orelse)
         scope.values.choices -= by_gradients
-        for name in assigned(s.body) & assigned(s.orelse) if by_gradients else ():
+        signatures = {n: c.signature for n, c in scope.callees.items()} if by_gradients else {}
+        everywhere = assigned(s.body, signatures) & assigned(s.orelse, signatures) if by_gradients else ()
+        for name in everywhere:
             held = dict.get(scope.names, name)
             if held is not None and scope.tensors[held.tensor].role == "value":
                 scope.values.give(held.tensor, "either", str(s.span), name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from kgen.dsl import ast
+from kgen.dsl.check.signature import Signature, TensorParam
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
 from kgen.dsl.source import Span
@@ -208,23 +209,23 @@ def _words(way: Way, other: Way) -> tuple[str, ...]:
     return tuple(f"{name} is {'wanted' if answer else 'not wanted'}" for name, answer in told.items())
 
 
-def assigned(body: Sequence[host.Stmt]) -> set[str]:
-    """The names that statements assign, store in, add to or hand to a call for what it writes in place, whatever their
-    own choices."""
+def assigned(body: Sequence[host.Stmt], signatures: Mapping[str, Signature]) -> set[str]:
+    """The names that statements assign, store in, add to or change in place, whatever their own choices. `signatures`
+    are those of kernels by name."""
     found: set[str] = set()
     for s in body:
         match s:
             case host.Assign():
                 found |= {_base(t) for t in s.targets}
-                found |= _handed(s.value)
+                found |= _updated(s.value, signatures)
             case host.Accumulate():
                 found.add(_base(s.target))
             case host.Perform():
-                found |= _handed(s.call)
+                found |= _updated(s.call, signatures)
             case host.Chunks():
-                found |= assigned(s.body)
+                found |= assigned(s.body, signatures)
             case host.If():
-                found |= assigned(s.body) & assigned(s.orelse)
+                found |= assigned(s.body, signatures) & assigned(s.orelse, signatures)
             case _:
                 pass
     return found
@@ -234,9 +235,11 @@ def _base(t: host.Target) -> str:
     return t.id if isinstance(t, ast.Name) else t.tensor
 
 
-def _handed(e: host.Expr) -> set[str]:
-    """The tensors that a call may write."""
-    if not isinstance(e, host.Call):
+def _updated(e: host.Expr, signatures: Mapping[str, Signature]) -> set[str]:
+    """The tensors that a call writes in place."""
+    if not isinstance(e, host.Call) or e.func not in signatures:
         return set()
-    arguments = (*e.args, *(k.value for k in e.keywords))
-    return {_base(a) for a in arguments if isinstance(a, ast.Name | ast.Subscript)}
+    params = signatures[e.func].params
+    given = {p.name: a for p, a in zip(params, e.args, strict=False)} | {k.name: k.value for k in e.keywords}
+    inout = [given.get(p.name) for p in params if isinstance(p, TensorParam) and p.role == "inout"]
+    return {_base(a) for a in inout if isinstance(a, ast.Name | ast.Subscript)}
