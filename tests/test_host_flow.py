@@ -144,9 +144,9 @@ REFUSED: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "two parts": ((Y, LOOP, PART, "    s += p @ p"), "K0618", 3, "'p' is what this chunk"),
     "pairs of rows": ((S, LOOP, "    y[c] = clip(x[c] @ x[c].T) @ x[c]"), "K0618", 2, "for each pair of rows"),
     "changed by rows": (
-        (S, LOOP, "    t = totals(w)", "    push_(t, x[c])", "    y[c] = blend(x[c], t)"), "K0618", 3, "'push_' has",
+        (S, LOOP, "    t = totals(w)", "    push_(t, x[c])", "    y[c] = blend(x[c], t)"), "K0618", 3, "'push_' re",
     ),
-    "a kernel that mixes rows": ((S, LOOP, "    y[c] = centred(x[c])"), "K0618", 2, "'centred' has sum over them"),
+    "a kernel that mixes rows": ((S, LOOP, "    y[c] = centred(x[c])"), "K0618", 2, "'centred' reduces over rows"),
     "an output of no row": (
         ("r: T[N]", LOOP, "    h, t = beside(x[c], v)", "    r += t", S, "y = blend(x, r)"), "K0618", 3, "is the same",
     ),

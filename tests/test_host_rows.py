@@ -32,16 +32,16 @@ TAKEN = {
     "functions": ("y: T[M, N]", "parallel m in M, n in N", "y[m, n] = twice(x[m, n])"),
 }  # fmt: skip
 MIXED = {
-    "a mean of rows": ("y: T[M, N]", "tile m in M, n in N", "y[m, n] = x[m, n] - mean(x[m, n], m)", "has mean over"),
-    "the largest row": ("s: T[N]", "tile m in M", "parallel n in N", "s[n] = max(x[m, n], m)", "has max over"),
-    "by a function": ("y: T[M, N]", "tile m in M", "parallel n in N", "y[m, n] = top(x[m, n], m)", "has top over"),
+    "a mean of rows": ("y: T[M, N]", "tile m in M, n in N", "y[m, n] = x[m, n] - mean(x[m, n], m)", "rows by mean"),
+    "the largest row": ("s: T[N]", "tile m in M", "parallel n in N", "s[n] = max(x[m, n], m)", "over rows by max"),
+    "by a function": ("y: T[M, N]", "tile m in M", "parallel n in N", "y[m, n] = top(x[m, n], m)", "over rows by top"),
     "the number of a row": ("y: T[M, N]", "parallel m in M, n in N", "y[m, n] = x[m, n] + m", "uses the number of"),
     "a row of another": ("y: T[M, N]", "parallel m in M, n in N", "y[m, n] = x[M - 1 - m, n]", "takes other rows"),
     "a row at hand": ("y: T[M, N]", "parallel m in M, n in N", "y[m, n] = x[t[m], n]", "takes other rows"),
-    "how many there are": ("s: T[N]", "parallel m in M, n in N", "s[n] += x[m, n] / M", "uses their number"),
+    "how many there are": ("s: T[N]", "parallel m in M, n in N", "s[n] += x[m, n] / M", "uses the number of r"),
     "stored elsewhere": ("y: T[M, N]", "parallel m in M, n in N", "y[M - 1 - m, n] = x[m, n]", "takes other rows"),
     "pairs": ("s: T[N]", "parallel m in M, j in M, n in N", "s[n] += x[m, n] * x[j, n]", "sums over pairs"),
-    "all for each": ("y: T[M, N]", "parallel m in M, j in M, n in N", "y[m, n] += x[j, n]", "for each of them"),
+    "all for each": ("y: T[M, N]", "parallel m in M, j in M, n in N", "y[m, n] += x[j, n]", "for each row"),
     "halves": ("s: T[N]", "require M % 2 == 0", "parallel m in M, n in N", "s[n] += x[m, n]", "requires something"),
     "an index over half": ("s: T[N]", "parallel h in M // 2, n in N", "s[n] += x[h, n]", "has an index over M // 2"),
 }  # fmt: skip

@@ -78,9 +78,9 @@ class _Reading:
                     self._block(s.orelse)
                 case ast.Require():
                     if self._named(s.condition) & self.dims:
-                        raise Mixes("requires something of their number", s.span)
+                        raise Mixes("requires something of the number of rows", s.span)
                 case ast.For():
-                    raise Mixes("goes over them in order", s.span)
+                    raise Mixes("goes over rows in order", s.span)
                 case _:
                     pass  # typical sizes and schedules have no part in what is computed
 
@@ -105,10 +105,10 @@ class _Reading:
         own, over = self._rows(s.value), self._subscripts(s.target)
         if over:
             if own - over or self.indices - over:
-                raise Mixes("sums over them for each of them", s.span)
+                raise Mixes("sums over rows for each row", s.span)
             return
         if len(self.indices) > 1:
-            raise Mixes("sums over pairs of them", s.span)
+            raise Mixes("sums over pairs of rows", s.span)
         if self.indices:
             self.summed.add(s.target.tensor)
         else:
@@ -122,7 +122,7 @@ class _Reading:
                 if e.id in self.indices:
                     raise Mixes("uses the number of a row as a value", e.span)
                 if e.id in self.dims:
-                    raise Mixes("uses their number as a value", e.span)
+                    raise Mixes("uses the number of rows as a value", e.span)
                 return self.values.get(e.id, frozenset())
             case ast.Unary():
                 return self._rows(e.operand)
@@ -131,7 +131,7 @@ class _Reading:
             case ast.Call():
                 over = [a for a in e.args if isinstance(a, ast.Name) and a.id in self.indices]
                 if over:
-                    raise Mixes(f"has {e.func} over them", e.span)
+                    raise Mixes(f"reduces over rows by {e.func}", e.span)
                 return frozenset[str]().union(*(self._rows(a) for a in e.args))
             case ast.Subscript():
                 return self._subscripts(e)

@@ -147,7 +147,7 @@ class State:
         if isinstance(rows, Mixes):
             raise Fault(
                 "K0618",
-                f"'{s.kernel}' {rows.reason}, the rows of a chunk: what it gives depends on how many chunks there are",
+                f"'{s.kernel}' {rows.reason}, which are those of one chunk here",
                 s.span,
                 "call it on all rows before or after the loop, or let it sum over them with +=",
                 (f"at {rows.span}",),
