@@ -17,7 +17,7 @@ from kgen.codegen import ladders
 from kgen.codegen.knobs import MOST_BLOCKS, Knobs
 from kgen.codegen.layout import accesses, ceil_power, held, layout, vector_axis, vector_limit
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.pipeline import MULTIPROCESSORS, prepare, schedule_kernel, schedule_stages
+from kgen.codegen.pipeline import MULTIPROCESSORS, prepare, schedule_kernel, schedule_prepared
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
 from kgen.codegen.variant import Variant
@@ -58,13 +58,13 @@ def candidates(
     No two of them are the same program. Raises ScheduleError where the kernel has no schedule at all.
     """
     default = schedule_kernel(kernel, variant, backend, num_sms=num_sms)
-    parts = prepare(kernel, variant)  # which takes as long as all the rest
+    prepared = prepare(kernel, variant)  # which takes as long as all the rest
     first = Candidate(None, default, 0.0)
     seen = {_sameness(default)}
     found: list[Candidate] = []
     for knobs in _space(default, backend):
         try:
-            made = schedule_stages(parts, backend, num_sms=num_sms, knobs=knobs)
+            made = schedule_prepared(prepared, backend, num_sms=num_sms, knobs=knobs)
         except ScheduleError:
             continue
         same = _sameness(made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
@@ -36,28 +36,37 @@ def schedule_kernel(
 
     Raises `ScheduleError` where any of them does not fit the kernel.
     """
-    parts = prepare(kernel, variant)
+    prepared = prepare(kernel, variant)
     if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
         try:
-            return schedule_stages(parts, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
+            return schedule_prepared(prepared, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
         except ScheduleError as error:
             raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
-    return schedule_stages(parts, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, override=override)
+    return schedule_prepared(prepared, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, override=override)
 
 
-def prepare(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
-    """The launches of `kernel` in normal form for `variant`, before a schedule. Raises `ScheduleError` where the size
-    of a tile is not known."""
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel before it has a schedule: in normal form for `variant`, and as `stages`."""
+
+    kernel: ir.Kernel
+    variant: Variant
+    stages: tuple[Stage, ...]
+
+
+def prepare(kernel: ir.Kernel, variant: Variant) -> Prepared:
+    """`kernel` before a schedule for `variant`. Raises `ScheduleError` where the size of a tile is not known."""
     missing = [d for d in required_dims(kernel) if variant.dim(d) is None]
     if missing:
         raise ScheduleError(
             f"{kernel.name}: the value of {', '.join(missing)} must be known to compile it, as it sizes a tile"
         )
-    return tuple(stages(normalize(kernel, variant), variant))
+    normal = normalize(kernel, variant)
+    return Prepared(normal, variant, stages(normal, variant))
 
 
-def schedule_stages(
-    parts: tuple[Stage, ...],
+def schedule_prepared(
+    prepared: Prepared,
     backend: str,
     *,
     num_sms: int = MULTIPROCESSORS,
@@ -66,7 +75,7 @@ def schedule_stages(
     override: Schedule | None = None,
 ) -> Scheduled:
     """As `schedule_kernel`, of what `prepare` gave, whatever the kernel's source sets."""
-    first, *then = parts
+    first, *then = prepared.stages
     if override is not None:
         check(first.kernel, backend, override)
 
@@ -76,7 +85,15 @@ def schedule_stages(
         own = stage.sums is None or stage.sums.split is not None
         return _scheduled(stage, backend, num_sms, rows_hint, knobs if own else None, override if own else None)
 
-    return replace(scheduled(first), then=tuple(map(scheduled, then)))
+    out = scheduled(first)
+    # Sums of a chunk would be read and written for every row. Where nobody asked for chunks, what the rows are made of
+    # is rather read twice.
+    if out.sums is not None and out.sums.zeroed and override is None and (knobs is None or not knobs.chunks):
+        cut = stages(prepared.kernel, prepared.variant, apart=True)
+        if cut[-1].sums is None:
+            first, *then = cut
+            out = scheduled(first)
+    return replace(out, then=tuple(map(scheduled, then)))
 
 
 def _scheduled(

@@ -58,7 +58,7 @@ class Program:
     schedule: Schedule
     shared_bytes: int
     lines: tuple[Span | None, ...]
-    stage: Stage | None = None  # for a sum over programs
+    stage: Stage | None = None  # for a sum over programs; None for a launch that makes none, also behind such sums
     then: tuple[Program, ...] = ()  # launched behind this one, on the same stream
 
     @property

@@ -17,6 +17,7 @@ from math import gcd
 from kgen.codegen.layout import VECTOR_BYTES, contiguous, divisor
 from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.normalize import normalize
+from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import TensorClass, Variant
 from kgen.dsl import ir
@@ -41,8 +42,9 @@ def has_sums(kernel: ir.Kernel) -> bool:
     return any(isinstance(s, ir.Accumulate) for s in kernel.body)
 
 
-def stages(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
-    """The stages of `kernel`, which is in normal form, in order of launch."""
+def stages(kernel: ir.Kernel, variant: Variant, *, apart: bool = False) -> tuple[Stage, ...]:
+    """The stages of `kernel`, which is in normal form, in order of launch. `apart`: sums that no reduction takes part
+    in are made by stages of their own, column by column, and the rows by another; what both need is read twice."""
     # With nothing to sum over, `+=` is a store.
     plain = replace(
         kernel, body=tuple(_stored(s) if isinstance(s, ir.Accumulate) and not s.over else s for s in kernel.body)
@@ -53,11 +55,54 @@ def stages(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
     for s in plain.body:
         if isinstance(s, ir.Accumulate):
             groups.setdefault(frozenset(s.over), []).append(s)
+    if apart and separable(plain):
+        cut = _Cut(_flat(plain), variant)
+        for group in groups.values():
+            cut.partial(group, stores=False)
+        first, *rest = cut.stages()
+        body = tuple(s for s in plain.body if not isinstance(s, ir.Accumulate))
+        touched = {s.tensor for s in body if isinstance(s, ir.Store)}
+        touched |= {e.tensor for s in body for e in ir.walk(s.value) if isinstance(e, ir.Load)}
+        tensors = tuple(t for t in plain.tensors if t.name in touched)
+        rows = replace(plain, name=fresh(f"{kernel.name}_rows", cut.taken), tensors=tensors, body=body)
+        stored = any(isinstance(s, ir.Store) for s in body)
+        return (first, *rest, *([Stage(normalize(rows, variant), variant, None)] if stored else []))
     cut = _Cut(plain, variant)
     for i, group in enumerate(groups.values()):
         # Stores come last: an `inout` tensor is read by every stage before one overwrites it.
         cut.partial(group, stores=i == len(groups) - 1)
     return cut.stages()
+
+
+def separable(kernel: ir.Kernel) -> bool:
+    """Whether every sum of `kernel` can be made column by column: of each element of its target from what has the same
+    tile indices, without a reduction along them."""
+    lets = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let)}
+    tiles = frozenset(a.name for a in kernel.tiles)
+    for s in kernel.body:
+        if not isinstance(s, ir.Accumulate):
+            continue
+        kept = frozenset[str]().union(*(p.symbols for p in s.at)) & tiles
+        below = [lets[n] for n in _below(s.value, lets)]
+        if kept != tiles or any(isinstance(e, ir.Reduce) or e.axes & tiles - kept for e in below):
+            return False
+    return True
+
+
+def _flat(kernel: ir.Kernel) -> ir.Kernel:
+    """`kernel` with its tile indices spread over programs."""
+    return replace(kernel, axes=tuple(replace(a, kind="parallel") for a in kernel.axes))
+
+
+def _below(e: ir.Expr, lets: dict[str, ir.Expr]) -> set[str]:
+    """The `Let`s that `e` comes from."""
+    stack, seen = list(refs(e)), set[str]()
+    while stack:
+        name = stack.pop()
+        if name not in seen:
+            seen.add(name)
+            stack.extend(refs(lets[name]))
+    return seen
 
 
 def _stored(s: ir.Accumulate) -> ir.Store:

@@ -197,8 +197,8 @@ def _write(made: list[_Made], ops: list[_MadeOp], binaries: _Binaries) -> dict[P
                 for program, launch, found in zip(programs, own["launches"], binaries[i, backend, arch], strict=True):
                     if found.cubin not in kept:
                         name = stem
-                        if kept and program.stage:  # its name is that of the kernel and more
-                            name = m.stem + program.stage.kernel.name.removeprefix(m.target.name) + suffix
+                        if kept:  # its name is that of the kernel and more
+                            name = m.stem + program.entry.removeprefix(programs[0].entry) + suffix
                         pair = (("cubin", found.cubin), ("ptx", found.ptx))
                         kept[found.cubin] = [add(place, f"{name}.{arch}.{kind}", data) for kind, data in pair]
                     launch["binaries"][arch] = binary_entry(program, found, *kept[found.cubin])

@@ -80,7 +80,8 @@ def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[
     stages = [p.stage for p in program.launches]
     zeroed: set[str] = set()
     for p, stage in zip(program.launches, stages, strict=True):
-        assert stage is not None  # all launches of a sum are stages
+        if stage is None:  # the rows alone
+            continue
         zeroed |= set(stage.sums.zeroed)
         if stage.sums.split is not None:
             known = {**dict(stage.variant.dims), **dims}
@@ -95,6 +96,7 @@ def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[
         workspaces.append(Workspace(t.name, shape, TORCH[t.dtype], t.name in zeroed))
         strides[t.name] = tuple((prod(shape[i + 1 :]),) for i in range(len(shape)))
     layouts = [
-        replace(layout, kernel=s.kernel, variant=s.variant, dims=dims, strides=strides) for s in stages if s is not None
+        layout if s is None else replace(layout, kernel=s.kernel, variant=s.variant, dims=dims, strides=strides)
+        for s in stages
     ]
     return layouts, workspaces
