@@ -74,6 +74,7 @@ class Facts:
         self._divisions: list[_Division] = []
         self._atoms: dict[tuple[Poly, Poly], _Division] = {}  # by numerator and denominator as the user wrote them
         self._memo: dict[Poly, bool] = {}
+        self._normal: dict[Poly, Poly] = {}
         self._fresh = 0
 
         extents = list(indices.values())
@@ -130,6 +131,13 @@ class Facts:
 
     def normalise(self, p: Poly) -> Poly:
         """`p` over the prover's own variables: no floor division or modulo is left."""
+        found = self._normal.get(p)
+        if found is None:
+            found = self._normalised(p)
+            self._normal[p] = found  # behind the divisions, which may have changed what was known
+        return found
+
+    def _normalised(self, p: Poly) -> Poly:
         total = ZERO
         for mono, c in p.terms:
             value = Poly.const(c)
@@ -177,6 +185,7 @@ class Facts:
         """Replace the variable `name` by `value` everywhere."""
         env = {name: value}
         self._memo.clear()
+        self._normal.clear()
         self._definitions = {n: p.substitute(env) for n, p in self._definitions.items()} | env
         self._box = {n: p.substitute(env) for n, p in self._box.items()}
         self._within = {n: p.substitute(env) for n, p in self._within.items()}
