@@ -119,12 +119,12 @@ class current:
     """
 
     def __init__(self, index: int) -> None:
-        self._index = index
+        self._index, self._driver = index, driver()
         self._guard = torch.cuda.device(index)
 
     def __enter__(self) -> None:
         self._guard.__enter__()
-        driver().make_current(self._index)
+        self._driver.make_current(self._index)
 
     def __exit__(self, *error: Any) -> None:
         self._guard.__exit__(*error)
