@@ -81,7 +81,7 @@ def candidates(
 def _sameness(s: Scheduled) -> tuple[Any, ...]:
     """What tells the programs of two schedules of one kernel apart."""
     own = s.schedule
-    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages)
+    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages, own.ahead)
     vector = max((a.vector for a in _axes(s)), default=1)
     return (*shape, vector, *(_sameness(t) for t in s.then))
 
@@ -146,9 +146,14 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
     own = s.threads // s.rows  # threads a row
     axis = vector_axis(kernel, variant)
     widest = vector_limit(kernel, variant, axis) if axis is not None else 1
+    for ahead in (0, 1, 2, 4):
+        yield Knobs(ahead=ahead)
     for a_row, rows in product(_around(own, 1, 1024, 4), (1, 2, 4, 8, 16)):
         if 32 <= a_row * rows <= 1024:
-            yield from _blocks(default, Knobs(threads=a_row * rows, rows=rows, chunks=_whole(default)))
+            knobs = Knobs(threads=a_row * rows, rows=rows, chunks=_whole(default))
+            yield from _blocks(default, knobs)
+            if rows == 1 and default.sums is None:
+                yield replace(knobs, ahead=1)
     for threads in _around(max(own, 256), 64, 1024, 3):
         for chunks in _chunkings(default, [threads * widest * slots for slots in (1, 2, 4, 8)]):
             yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))

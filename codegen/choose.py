@@ -48,7 +48,7 @@ def choose(
     `sums`: how its sums over programs are spread, if it has any. `leaves`: whether programs may have nothing to do.
     """
     schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves)
-    return schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums)
+    return schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
 
 
 def _default(
@@ -67,7 +67,7 @@ def _default(
     if backend == "triton":
         schedule = _triton_row(kernel, variant) if kernel.tiles else _triton_flat(leaves)
     else:
-        schedule = _cuda_row(kernel, variant) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
+        schedule = _cuda_row(kernel, variant, num_sms) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
     return schedule if rows_hint is None or sums is not None else _spread(kernel, schedule, backend, rows_hint, num_sms)
 
 
@@ -130,7 +130,11 @@ def _cuda_flat(kernel: ir.Kernel, variant: Variant, leaves: bool) -> Schedule:
     return Schedule(threads, threads * vector * slots, vector, name="flat")
 
 
-def _cuda_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
+def _cuda_row(kernel: ir.Kernel, variant: Variant, num_sms: int) -> Schedule:
+    return _ahead(kernel, _cuda_threads(kernel, variant), num_sms)
+
+
+def _cuda_threads(kernel: ir.Kernel, variant: Variant) -> Schedule:
     axis = vector_axis(kernel, variant)
     vector = vector_limit(kernel, variant, axis) if axis is not None else 1
     sums = any(isinstance(s, ir.Accumulate) for s in kernel.body)
@@ -152,6 +156,14 @@ def _cuda_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
             return looped
         schedule = looped
     return schedule  # nothing fits: the last is the smallest
+
+
+def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
+    """With the distance over which rows are asked for ahead of their use."""
+    if any(isinstance(s, ir.Accumulate) for s in kernel.body):
+        return replace(schedule, ahead=ladders.SUM_AHEAD)
+    far = num_sms * ladders.ROW_AHEAD[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
+    return replace(schedule, ahead=far if schedule.rows == 1 else 0)
 
 
 def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule:

@@ -18,8 +18,8 @@ from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.knobs import KNOBS, WARP, power_of_two
 
-MOST_BLOCKS, MOST_STAGES = KNOBS["blocks"].most, KNOBS["stages"].most
-_SIZES = ("threads", "rows", "vector", "blocks", "stages")
+MOST_BLOCKS, MOST_STAGES, MOST_AHEAD = (KNOBS[name].most for name in ("blocks", "stages", "ahead"))
+_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead")
 _HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
           ">=": operator.ge}  # fmt: skip
 
@@ -31,8 +31,10 @@ class Knobs:
     threads: a program (Triton: 32 times its warps). rows: row indices `p` that a program takes (points, where the
     kernel is flat). vector: the most elements that a CUDA thread moves at once. chunks: elements taken at a time, for
     each tile index named; at least its extent is the whole index. blocks: of a kernel that sums over programs, how many
-    of them a multiprocessor is to hold. stages: how many iterations of a Triton program's innermost loops are in flight
-    at once. by: who set them, for people to read; it takes no part in comparisons.
+    of them a multiprocessor is to hold. ahead: how far on the row is that a CUDA program asks L2 for, in its own rows
+    where it sums over programs, else in programs a multiprocessor; 0: it asks for none. stages: how many iterations of
+    a Triton program's innermost loops are in flight at once. by: who set them, for people to read; it takes no part in
+    comparisons.
     """
 
     threads: int | None = None
@@ -41,6 +43,7 @@ class Knobs:
     chunks: tuple[tuple[str, int], ...] = ()
     blocks: int | None = None
     stages: int | None = None
+    ahead: int | None = None
     by: str = field(default="caller", compare=False)
 
     def data(self) -> dict[str, object]:
@@ -84,7 +87,13 @@ def written(kernel: ir.Kernel, variant: Variant, backend: str) -> Knobs | None:
 
 
 def turned(
-    kernel: ir.Kernel, variant: Variant, backend: str, schedule: Schedule, knobs: Knobs, sums: Sums | None = None
+    kernel: ir.Kernel,
+    variant: Variant,
+    backend: str,
+    schedule: Schedule,
+    knobs: Knobs,
+    sums: Sums | None = None,
+    num_sms: int = 132,
 ) -> Schedule:
     """`schedule`, the default of `kernel` in normal form, with `knobs` in place of its sizes.
 
@@ -98,6 +107,10 @@ def turned(
         raise _refused(kernel, f"blocks is {knobs.blocks}, expected 1 to {MOST_BLOCKS} programs a multiprocessor")
     if knobs.stages is not None and backend != "triton":
         raise _refused(kernel, "stages is for Triton alone")
+    if knobs.ahead is not None and (backend != "cuda" or not kernel.tiles):
+        raise _refused(kernel, "ahead is for CUDA kernels with tile indices")
+    if knobs.ahead is not None and not 0 <= knobs.ahead <= MOST_AHEAD:
+        raise _refused(kernel, f"ahead is {knobs.ahead}, expected 0 to {MOST_AHEAD}")
     check_chunks(kernel, knobs.chunks)
     extents = {a.name: a.extent.constant for a in kernel.tiles}
     for axis, chunk in knobs.chunks:
@@ -123,9 +136,13 @@ def turned(
         raise _refused(kernel, "stages is for loops, and it takes no index in chunks and has no sum over programs")
     name = schedule.name if not kernel.tiles else "looped" if chunks else "row"
     ordered = tuple((a, chunks[a]) for a in extents if a in chunks)
+    ahead = schedule.ahead
+    if knobs.ahead is not None:
+        ahead = knobs.ahead if sums is not None else knobs.ahead * num_sms
     out = replace(
-        schedule, threads=threads, rows=rows, vector=vector, chunks=ordered, name=name, stages=stages, by=knobs.by
-    )
+        schedule, threads=threads, rows=rows, vector=vector, chunks=ordered, name=name, stages=stages, by=knobs.by,
+        ahead=ahead if rows == 1 else 0,
+    )  # fmt: skip
     check(kernel, backend, out)
     fastest = kernel.parallel[-1].name if kernel.parallel else None
     if backend == "cuda" and not kernel.tiles and fastest is not None:

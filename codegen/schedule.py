@@ -40,6 +40,7 @@ class Schedule:
     chunks: tuple[tuple[str, int], ...] = ()
     name: str = ""  # "flat", "row", "looped": what a reader of the manifest is told
     programs: int = 0  # for a sum over programs: about how many programs share it; 0 for other kernels
+    ahead: int = 0  # CUDA: how many rows of its own, or programs, on a program asks L2 for a row
     stages: int = 1  # Triton: iterations of its innermost loops that are in flight
     by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
 

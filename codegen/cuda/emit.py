@@ -15,6 +15,7 @@ from kgen.codegen.cuda.expr import expression
 from kgen.codegen.cuda.memory import storage_type
 from kgen.codegen.cuda.nests import NestEmitter
 from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
+from kgen.codegen.cuda.prefetch import emit_prefetch, row_ahead
 from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
@@ -61,6 +62,8 @@ class _Emitter:
         ctx = self.ctx
         sums = ctx.scheduled.sums
         if sums is None:
+            if (ahead := row_ahead(ctx)) is not None:
+                emit_prefetch(ctx, ahead, "the row of a program that follows")
             self._steps()
             head = [(f"    {line}", None) for line in indices.prologue(ctx)]
             head += [(f"    {line}", None) for line in self._pointers()]

@@ -1,14 +1,14 @@
-"""What a persistent program reads next: asked for while it works on the rows before, so that it lies in L2 by then.
+"""What is read next: asked for while a program works on the rows before, so that it lies in L2 by then.
 
-A program takes its rows one after the other, and between two of them, where threads wait for each other, nothing of it
-is in flight. Prefetches take no registers, and nobody waits for them.
+Where threads wait for each other, and while they store, nothing that a program reads is in flight. Prefetches take no
+registers, and nobody waits for them. A persistent program asks for its own next row; one that has a single row, for
+that of the program that will follow it on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kgen.codegen import ladders
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context
 from kgen.codegen.cuda.memory import outer_part, storage_type
@@ -22,27 +22,37 @@ LINE = 128  # bytes that one prefetch brings
 
 @dataclass(frozen=True)
 class RowLoop:
-    """A loop `for (variable = ...; variable < points; variable += step)` over the flattened indices `over`."""
+    """Rows: `variable` runs up to, not including, `points`, and flattens the indices `over`; the row `far` on is asked
+    for."""
 
     variable: str
     points: CExpr
-    step: CExpr
+    far: CExpr
     over: tuple[ir.Axis, ...]
 
 
-def emit_prefetch(ctx: Context, loop: RowLoop) -> None:
-    """Lines at the start of a row: they bring to L2 what the row `SUM_AHEAD` steps on reads along one tile axis."""
+def row_ahead(ctx: Context) -> RowLoop | None:
+    """Of a program that has a single row: the row that it asks for, if the schedule says so."""
+    schedule, axes = ctx.schedule, ctx.row_axes
+    if not schedule.ahead or ctx.flat or schedule.rows > 1 or len(axes) != 1:
+        return None
+    ctx.prologue.add(axes[0].name)
+    return RowLoop(ctx.names[axes[0].name], ctx.rows_total(), integer(schedule.ahead), axes)
+
+
+def emit_prefetch(ctx: Context, loop: RowLoop, what: str) -> None:
+    """Lines at the start of a row: they bring to L2 what another row, `what`, reads along one tile axis."""
     wanted = _streamed(ctx, loop)
     if not wanted:
         return
     ctx.prologue.add("#tid")
     ctx.lines.span = None
-    far = binary("*", integer(ladders.SUM_AHEAD), loop.step)
-    head = "next row" if ladders.SUM_AHEAD == 1 else "row after the next"
-    ctx.lines.add(f"// To L2: the {head}.")
-    with ctx.block(f"if ({loop.variable} < {binary('-', loop.points, far)})"):
+    ctx.lines.add(f"// To L2: {what}.")
+    with ctx.block(f"if ({loop.variable} < {binary('-', loop.points, loop.far)})"):
         ahead = CExpr(ctx.names.fresh(f"{loop.variable}_ahead"), ctx.index_type)
-        ctx.lines.add(f"const {ctx.index_type} {ahead} = {binary('+', CExpr(loop.variable, ctx.index_type), far)};")
+        ctx.lines.add(
+            f"const {ctx.index_type} {ahead} = {binary('+', CExpr(loop.variable, ctx.index_type), loop.far)};"
+        )
         spelled = {loop.over[0].name: ahead.text}
         if len(loop.over) > 1:
             spelled = {a.name: ctx.names.fresh(f"{a.name}_ahead") for a in loop.over}

@@ -42,8 +42,8 @@ def emit_sums(
     ctx.visible.append(set())
     with ctx.capture() as row:
         row.depth += 1
-        if loop.rows is not None and not sums.columns and sums.split is not None:
-            emit_prefetch(ctx, loop.rows)
+        if loop.rows is not None and not sums.columns and sums.split is not None and ctx.schedule.ahead:
+            emit_prefetch(ctx, loop.rows, "the next row" if ctx.schedule.ahead == 1 else "a row further on")
         steps()
         if ctx.shared_bytes or ctx.scheduled.barriers:
             ctx.barrier()  # the next row writes the slots again
@@ -141,7 +141,8 @@ class _Loop:
             first, step = CExpr(ctx.names[self.sums.split], ctx.index_type), ctx.size(self.sums.dim, 0)
             ctx.prologue.add(self.sums.split)
         if self.one_by_one:
-            self.rows = RowLoop(v, points, step, self.over)
+            far = step if ctx.schedule.ahead <= 1 else binary("*", integer(ctx.schedule.ahead), step)
+            self.rows = RowLoop(v, points, far, self.over)
         else:
             rows = CExpr(indices.rows_constant(ctx), "int")
             first = binary("*", first, rows) if self.sums.split is not None else first
