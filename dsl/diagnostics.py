@@ -74,8 +74,12 @@ class Diagnostics:
         self, code: str, message: str, span: Span, *, label: str = "", help: str = "", notes: tuple[str, ...] = ()
     ) -> None:
         """Record a mistake, unless the same code was already reported at the same place."""
-        if not any(d.code == code and d.span == span for d in self.items):
-            self.items.append(Diagnostic(code, message, span, label, help, notes))
+        self.add(Diagnostic(code, message, span, label, help, notes))
+
+    def add(self, found: Diagnostic) -> None:
+        """The same."""
+        if not any(d.code == found.code and d.span == found.span for d in self.items):
+            self.items.append(found)
 
     def sorted(self) -> list[Diagnostic]:
         """Findings in order of position."""

@@ -11,7 +11,7 @@ That is `kgen.dsl.proofs`, which reads the tile IR; both entry points call it wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
@@ -53,6 +53,10 @@ def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
         signature = signature_of(kernel, diagnostics)
         if len(diagnostics.items) > before:
             continue
+        written = _Written.of(kernel, module.functions)
+        if written in _sound:
+            sound.setdefault(kernel.name, signature)
+            continue
         # f32 finds everything that does not depend on a dtype; the other two find what does.
         for assumed in (F32, BF16, F64) if signature.dtype_vars else (F32,):
             choices = Choices()
@@ -64,8 +68,34 @@ def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
                 break
         else:
             sound.setdefault(kernel.name, signature)
+            _keep(written)
     for backward in module.backwards:
         _check_backward(module, backward, sound, functions, diagnostics)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A kernel and the functions that it may call, with the texts that they stand in: all that its check reads."""
+
+    kernel: ast.Kernel
+    functions: tuple[ast.Function, ...]
+    texts: tuple[str, ...]
+
+    @staticmethod
+    def of(kernel: ast.Kernel, functions: tuple[ast.Function, ...]) -> _Written:
+        texts = (kernel.name_span.source.text, *(f.name_span.source.text for f in functions))
+        return _Written(kernel, functions, tuple(dict.fromkeys(texts)))
+
+
+# Kernels in which this process found no mistake: a kernel that several files import is checked once.
+_sound: dict[_Written, None] = {}
+MAX_SOUND = 512
+
+
+def _keep(written: _Written) -> None:
+    if len(_sound) >= MAX_SOUND:
+        _sound.clear()
+    _sound[written] = None
 
 
 def backward_of(module: ast.Module, name: str) -> Backward | None:
@@ -193,7 +223,10 @@ def _elaborate(
             help="add `-> (y: T[...])` or an inout tensor",
         )
     statements = Statements(scope)
-    statements.block(kernel.body)
+    if spec is None and not isinstance(kernel, ast.Backward):  # whose signature depends on the path
+        statements.body(kernel.body)
+    else:
+        statements.block(kernel.body)
     rules: list[Rule] = []
     if not scope.broken:
         statements.check_sums()

@@ -30,7 +30,7 @@ class Expressions:
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self._calls: list[str] = []  # functions being expanded, for recursion
-        self._expansions = 0
+        self.expansions = 0  # of functions, in this kernel
 
     def fail(self, code: str, message: str, span: Span, help: str = "", label: str = "") -> Stop:
         """Report a mistake; the caller raises what this returns."""
@@ -231,8 +231,8 @@ class Expressions:
                 e.func_span,
                 "functions cannot be recursive",
             )
-        self._expansions += 1
-        if self._expansions > MAX_EXPANSIONS:
+        self.expansions += 1
+        if self.expansions > MAX_EXPANSIONS:
             raise self.fail(
                 "K0227",
                 f"this kernel expands more than {MAX_EXPANSIONS} function calls",

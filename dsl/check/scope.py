@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
@@ -23,11 +24,18 @@ class Specialization:
     present: frozenset[str] = frozenset()
 
 
+# Up to this step each is marked; beyond it marks are further apart, so that a body of any length takes linear time.
+_STEPS = 64
+
+
 class Choices:
     """Answers to compile-time questions: from a specialisation, or, when a file is checked, every combination in turn.
 
     A check runs the elaboration once for each path of answers; `next_path` moves to the next one. `known` are const
     parameters, and whether optional tensors are there, that are no questions on any path.
+
+    Paths part at one statement and are the same before it. An elaboration that tells where it stands (`mark`) goes on
+    from there on the next path (`resume`): it does again what is behind the answer that changed.
     """
 
     MAX_PATHS = 256
@@ -37,6 +45,8 @@ class Choices:
         self._path: list[bool] = []
         self._memo: dict[Hashable, bool] = {}
         self._runs = 1
+        self._marks: list[_Mark] = []  # of this path, each with more answers than the one before
+        self._marked = 0  # the step that was marked last
 
     def decide(self, key: Hashable) -> bool:
         """The answer to an open question on this path; the same question gets the same answer."""
@@ -58,13 +68,45 @@ class Choices:
     def next_path(self) -> bool:
         """Move on; False when every path has been taken (or too many have)."""
         self._memo.clear()
+        self._marked = 0
         self._runs += 1
         while self._path and not self._path[-1]:
             self._path.pop()
         if not self._path or self._runs > self.MAX_PATHS:
             return False
         self._path[-1] = False
+        while self._marks and len(self._marks[-1].answers) >= len(self._path):
+            self._marks.pop()
         return True
+
+    def mark(self, position: int, save: Callable[[], Any]) -> None:
+        """The elaboration stands before its step `position`; `save` gives all that it knows there, in time that may
+        grow with the position."""
+        if position - self._marked < position // _STEPS:
+            return
+        self._marked = position
+        if self._marks and len(self._marks[-1].answers) == len(self._memo):
+            self._marks.pop()
+        self._marks.append(_Mark(position, dict(self._memo), save()))
+
+    def resume(self, restore: Callable[[Any], None]) -> int:
+        """The step that this path begins with: the last one marked before it leaves the path that was taken before.
+        `restore` is given what was known there. 0 where none was marked."""
+        if not self._marks:
+            return 0
+        mark = self._marks[-1]
+        self._memo, self._marked = dict(mark.answers), mark.position
+        restore(mark.state)
+        return mark.position
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What an elaboration knew before a step, and the answers that had led there."""
+
+    position: int
+    answers: dict[Hashable, bool]
+    state: Any
 
 
 class Scope:
@@ -100,6 +142,21 @@ class Scope:
         self.schedules: list[tuple[ast.Schedule, bool]] = []  # with whether no compile-time `if` stands around it
         self._last: dict[str, int] = {}  # the last number given to a hint
         self._taken = {*self.tensors, *self.scalars, *signature.dims}
+
+    # -- paths -------------------------------------------------------------------------------------------------------
+    def save(self) -> tuple[Any, ...]:
+        """What is known between two statements of a body, for `restore`."""
+        return (
+            dict(self.axes), dict(self.values), set(self.failed), list(self.body), list(self.requires),
+            list(self.schedules), dict(self._last), set(self._taken), self.broken,
+        )  # fmt: skip
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Go on from what was saved, which stays as it is."""
+        axes, values, failed, body, requires, schedules, last, taken, self.broken = saved
+        self.axes, self.values, self.failed, self.body = dict(axes), dict(values), set(failed), list(body)
+        self.requires, self.schedules = list(requires), list(schedules)
+        self._last, self._taken = dict(last), set(taken)
 
     # -- dtypes, dimensions, constants -----------------------------------------------------------------------------
     def dtype(self, name: str) -> DType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
@@ -60,12 +61,12 @@ class Signature:
     star_dims: frozenset[str]
     dtype_vars: dict[str, tuple[DType, ...]]
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[TensorParam, ...]:
         """Every tensor argument: inputs in order, then outputs."""
         return tuple(p for p in self.params if isinstance(p, TensorParam)) + self.outputs
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[ScalarParam, ...]:
         """Every scalar argument, const ones too."""
         return tuple(p for p in self.params if isinstance(p, ScalarParam))

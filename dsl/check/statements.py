@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
@@ -23,6 +24,21 @@ class Statements:
         self.expressions = Expressions(scope)
         self.fail = self.expressions.fail
         self._branches = 0  # compile-time `if`s around the current statement
+
+    def body(self, statements: tuple[ast.Stmt, ...]) -> None:
+        """Elaborate the body of the kernel, from where this path leaves the one before (`Choices`)."""
+        choices = self.scope.choices
+        for position in range(choices.resume(self._restore), len(statements)):
+            choices.mark(position, self._save)
+            self.block(statements[position : position + 1])
+        choices.mark(len(statements), self._save)
+
+    def _save(self) -> tuple[Any, ...]:
+        return self.expressions.expansions, self.scope.save()
+
+    def _restore(self, saved: tuple[Any, ...]) -> None:
+        self.expressions.expansions, known = saved
+        self.scope.restore(known)
 
     def block(self, statements: tuple[ast.Stmt, ...]) -> None:
         """Elaborate `statements` in order."""

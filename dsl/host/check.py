@@ -7,9 +7,10 @@ one. Both run the same code. Kernels of other files are checked with the ops tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kgen.dsl import ast
 from kgen.dsl import ir as tiles
@@ -20,7 +21,7 @@ from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, F32
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
-from kgen.dsl.host.scope import GRADIENT, OPTIONS, Callee, HostSpecialization, Scope, Stop
+from kgen.dsl.host.scope import GRADIENT, OPTIONS, Callee, HostSpecialization, Saved, Scope, Stop
 from kgen.dsl.host.statements import Statements, gradient_of
 from kgen.dsl.host.values import Difference, Numbers, Operand, Values, Way, differences
 from kgen.dsl.source import Span
@@ -208,7 +209,10 @@ def _elaborate(
     numbers: Numbers,
     ways: list[Way],
 ) -> ir.Program | None:
-    """One elaboration on one path, which is added to `ways`; None if it found a mistake."""
+    """One elaboration on one path, which is added to `ways`; None if it found a mistake.
+
+    Where a file is checked it goes on from where this path leaves the one before (`Choices`).
+    """
     before = len(diagnostics.items)
     scope = Scope(signature, callees, diagnostics, spec, choices, ops, values=Values(numbers))
     scope.taken = {p.name for p in signature.params}
@@ -220,37 +224,69 @@ def _elaborate(
     scope.results = {o.name: o for o in signature.outputs}
     if spec is None:  # optional tensors are asked for where they are used, so that no path is taken in vain
         scope.names = _Optional(scope)
-    statements.block(sections["forward"].body)
+    backward = sections.get("backward")
+    done = _Forward((), {}, {}, {})
+
+    def turn() -> None:
+        nonlocal done
+        done = _turn(scope, backward)
+
+    steps: list[Callable[[], None]] = [partial(statements.block, (s,)) for s in sections["forward"].body] + [turn]
+    steps += [partial(statements.block, (s,)) for s in backward.body] if backward is not None else []
+
+    def restore(saved: tuple[Saved, _Forward]) -> None:
+        nonlocal done
+        known, done = saved
+        scope.restore(known)
+
+    for k in range(choices.resume(restore), len(steps)):
+        if spec is None:
+            choices.mark(k, lambda: (scope.save(), done))
+        steps[k]()
+    gradients = _gradients(scope) if backward is not None else {}
+    if scope.broken or len(diagnostics.items) > before:
+        return None
+    answers = {str(k): v for k, v in choices.answers().items() if k not in scope.asked}
+    found = _made(scope, {GRADIENT + n: t for n, t in gradients.items()})
+    ways.append(Way(answers, scope.asked, done.made, found, scope.values.made))
+    return ir.Program(
+        op.name,
+        signature,
+        scope.tensors,
+        done.body,
+        done.outputs,
+        tuple(scope.body),
+        done.upstream,
+        gradients,
+        {name: callees[name].ref for name in sorted(scope.used)},
+    )
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward section of one elaboration: its statements, the tensors and the values of the outputs, and the
+    tensors of their gradients."""
+
+    body: tuple[ir.Stmt, ...]
+    outputs: dict[str, str]
+    made: dict[str, tuple[Operand, Span]]
+    upstream: dict[str, str]
+
+
+def _turn(scope: Scope, backward: host.Section | None) -> _Forward:
+    """The end of the forward section and the beginning of the other, if there is one."""
     outputs = _outputs(scope)
     made = _made(scope, outputs)
-    forward, scope.body = tuple(scope.body), []
+    body, scope.body = tuple(scope.body), []
     upstream: dict[str, str] = {}
-    gradients: dict[str, str] = {}
-    if "backward" in sections:
-        for o, name in zip(signature.outputs, sections["backward"].arguments, strict=True):
+    if backward is not None:
+        for o, name in zip(scope.signature.outputs, backward.arguments, strict=True):
             view = scope.tensor(name.id, o.dtype, scope.shape(o), "upstream", name.span)
             scope.bind(name.id, view)
             scope.values.give(view.tensor, "upstream", o.name)
             upstream[o.name] = view.tensor
         scope.results = {GRADIENT + n: gradient_of(p) for n, p in scope.inputs.items()}
-        statements.block(sections["backward"].body)
-        gradients = _gradients(scope)
-    if scope.broken or len(diagnostics.items) > before:
-        return None
-    answers = {str(k): v for k, v in choices.answers().items() if k not in scope.asked}
-    found = _made(scope, {GRADIENT + n: t for n, t in gradients.items()})
-    ways.append(Way(answers, scope.asked, made, found, scope.values.made))
-    return ir.Program(
-        op.name,
-        signature,
-        scope.tensors,
-        forward,
-        outputs,
-        tuple(scope.body),
-        upstream,
-        gradients,
-        {name: callees[name].ref for name in sorted(scope.used)},
-    )
+    return _Forward(body, outputs, made, upstream)
 
 
 def _declare_input(scope: Scope, name: str, p: TensorParam) -> None:

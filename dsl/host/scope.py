@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from kgen.dsl import ast
 from kgen.dsl.affine import FloorDiv, Poly, Sym
@@ -63,6 +64,25 @@ class Loop:
     dim: str
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a `Scope` knows between two statements."""
+
+    tensors: dict[str, ir.Tensor]
+    names: dict[str, ir.View]
+    results: dict[str, TensorParam]
+    seen: dict[str, int]
+    storage: dict[str, str]
+    state: State
+    values: Values
+    asked: dict[str, bool]
+    failed: set[str]
+    body: list[ir.Stmt]
+    used: set[str]
+    taken: set[str]
+    broken: bool
+
+
 @dataclass
 class Scope:
     """The state of one elaboration. `spec` is None where a file is checked along all of its `choices`."""
@@ -88,6 +108,39 @@ class Scope:
     taken: set[str] = field(default_factory=set)
     broken: bool = False
 
+    # -- paths ---------------------------------------------------------------------------------------------------
+    def save(self) -> Saved:
+        """What is known between two statements that stand in no loop and no branch, for `restore`."""
+        return Saved(
+            dict(self.tensors),
+            dict(self.names),
+            dict(self.results),
+            dict(self.seen),
+            dict(self.storage),
+            self.state.copy(),
+            self.values.copy(),
+            dict(self.asked),
+            set(self.failed),
+            list(self.body),
+            set(self.used),
+            set(self.taken),
+            self.broken,
+        )
+
+    def restore(self, s: Saved) -> None:
+        """Go on from what was saved, which stays as it is."""
+        self.tensors, self.results, self.seen, self.storage = (
+            dict(s.tensors),
+            dict(s.results),
+            dict(s.seen),
+            dict(s.storage),
+        )
+        self.names.clear()  # which may be more than a dictionary
+        self.names.update(s.names)
+        self.state, self.values = s.state.copy(), s.values.copy()
+        self.asked, self.failed, self.body = dict(s.asked), set(s.failed), list(s.body)
+        self.used, self.taken, self.broken = set(s.used), set(s.taken), s.broken
+
     # -- mistakes ------------------------------------------------------------------------------------------------
     def fail(
         self, code: str, message: str, span: Span, help: str, *, label: str = "", notes: tuple[str, ...] = ()
@@ -105,12 +158,12 @@ class Scope:
         return self.fail(fault.code, fault.message, fault.span, fault.help, notes=fault.notes)
 
     # -- parameters ----------------------------------------------------------------------------------------------
-    @property
+    @cached_property
     def scalars(self) -> dict[str, ScalarParam]:
         """The scalar parameters by name."""
         return {s.name: s for s in self.signature.scalars}
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, TensorParam]:
         """The tensor parameters by name."""
         return {p.name: p for p in self.signature.params if isinstance(p, TensorParam)}

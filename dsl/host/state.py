@@ -68,6 +68,11 @@ class Holding:
     changed: tuple[str, Span] | None = None
     here: _InLoop = field(default_factory=_InLoop)
 
+    def copy(self) -> Holding:
+        """One that changes by itself."""
+        here = _InLoop(self.here.read, self.here.peeked, self.here.filled, self.here.summed)
+        return Holding(self.loop, self.written, self.summed, self.extent, self.version, self.changed, here)
+
 
 class State:
     """The holdings of all tensors by name."""
@@ -76,6 +81,13 @@ class State:
         self.holdings: dict[str, Holding] = {}
         self.loop = ""  # the chunk of the loop that is being elaborated
         self.index = ""  # and its index as it is written
+
+    def copy(self) -> State:
+        """One that changes by itself."""
+        other = State()
+        other.holdings = {n: h.copy() for n, h in self.holdings.items()}
+        other.loop, other.index = self.loop, self.index
+        return other
 
     def new(self, tensor: str, *, written: bool, inside: bool = True) -> None:
         """A tensor appears. `inside`: it belongs to the loop around, if there is one."""

@@ -71,6 +71,12 @@ class Values:
         self.made: list[tuple[Operand, Span]] = []
         self.choices = 0  # by gradients, that stand around
 
+    def copy(self) -> Values:
+        """One that changes by itself, of the same numbers."""
+        other = Values(self.numbers)
+        other.held, other.made, other.choices = dict(self.held), list(self.made), self.choices
+        return other
+
     def give(self, tensor: str, *key: object) -> None:
         """The tensor holds a value that is made as `key` says."""
         self.held[tensor] = self.numbers.number(*key)

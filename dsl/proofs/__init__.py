@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kgen.dsl import ir
+from kgen.dsl.affine import Poly
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.proofs.bounds import check_bounds
 from kgen.dsl.proofs.elements import Prover
@@ -18,7 +19,41 @@ def prove_kernel(kernel: ir.Kernel, diagnostics: Diagnostics) -> None:
 
     Assumes what `kgen.dsl.check` has settled: names, index sets, dtypes, and as many subscripts as dimensions.
     """
-    prover = Prover(kernel)
-    check_bounds(prover, diagnostics)
-    check_writes(prover, diagnostics)
-    check_inplace(prover, diagnostics)
+    claims = _claims(kernel)
+    if claims in _proved:
+        return
+    prover, found = Prover(kernel), Diagnostics()
+    check_bounds(prover, found)
+    check_writes(prover, found)
+    check_inplace(prover, found)
+    if not found.items:
+        if len(_proved) >= MAX_PROVED:
+            _proved.clear()
+        _proved[claims] = None
+    for d in found.items:
+        diagnostics.add(d)
+
+
+# What this process has proved. A kernel is elaborated for several dtypes and along many paths, and only some of them
+# differ in a subscript.
+_proved: dict[tuple[object, ...], None] = {}
+MAX_PROVED = 2048
+
+
+def _claims(kernel: ir.Kernel) -> tuple[object, ...]:
+    """All of a kernel that the proofs read, positions and dtypes aside. Of a subscript that is a value they read only
+    that it is one."""
+    body: list[object] = []
+    for s in kernel.body:
+        for e in ir.walk(s.value):
+            if isinstance(e, ir.Load):
+                body.append((e.tensor, *(p if isinstance(p, Poly) else None for p in e.at)))
+            elif isinstance(e, ir.IndexValue):
+                body.append(e.index)
+        body.append((type(s).__name__, *(() if isinstance(s, ir.Let) else (s.tensor, *s.at))))
+    return (
+        tuple((a.name, a.kind, a.extent) for a in kernel.axes),
+        tuple((r.op, r.left, r.right) for r in kernel.requires),
+        tuple((t.name, t.role, t.star, t.shape) for t in kernel.tensors),
+        *body,
+    )
