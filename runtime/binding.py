@@ -65,6 +65,23 @@ class Binder:
                 self.fail(f"missing argument{'s' * (len(missing) != 1)} {', '.join(missing)}")
         return values
 
+    def outputs(self, given: Any, option: str = "out") -> tuple[torch.Tensor, ...]:
+        """The tensors of `out=`, or of the option of that name, one for each output. Raises ArgumentError."""
+        found = (given,) if isinstance(given, torch.Tensor) else given
+        if not isinstance(found, list | tuple) or len(found) != len(self.signature.outputs):
+            names = ", ".join(t.name for t in self.signature.outputs) or "none"
+            got = f"a {type(given).__name__}" if not isinstance(found, list | tuple) else f"{len(found)} tensors"
+            self.fail(f"{option}= must be one tensor for each output ({names}), got {got}")
+        return tuple(found)
+
+    def models(self, given: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors of `like=`. Raises ArgumentError."""
+        found = self.outputs(given, "like")
+        for t in found:
+            if not isinstance(t, torch.Tensor):
+                self.fail(f"like= must be tensors, got a {type(t).__name__}")
+        return found
+
     def fail(self, problem: str) -> NoReturn:
         """Raise ArgumentError about this kernel."""
         raise ArgumentError(f"{self.signature.name}: {problem}")
@@ -172,7 +189,11 @@ def scalar_converter(kernel: str, name: str, dtype: DType, *, recorded: bool = F
             value = plain(value)
             try:
                 value = float(value) if not isinstance(value, str | bytes) else refuse(value)
-            except (TypeError, ValueError, OverflowError):
+            except OverflowError:
+                raise ArgumentError(
+                    f"{kernel}: scalar argument '{name}' must fit {dtype}; the integer given is larger than any float"
+                ) from None
+            except (TypeError, ValueError):
                 refuse(value)
         # What rounds to infinity is infinity, on every executor.
         return math.copysign(math.inf, value) if value >= largest or value <= -largest else value
@@ -280,6 +301,8 @@ def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be a dense tensor, got {kind}")
     if value.device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"{kernel}: argument '{p.name}' must be on a CPU or CUDA device, got {value.device}")
+    if plain and torch._is_functional_tensor(value):  # pyright: ignore[reportPrivateImportUsage]
+        raise ArgumentError(f"{kernel}: torch.func.functionalize does not reach into a kernel; call it outside")
     if plain and is_functorch_wrapped_tensor(value):
         if is_batchedtensor(value):
             raise no_vmap(kernel)
@@ -297,6 +320,8 @@ def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
             f"{kernel}: argument '{p.name}' is a {type(value).__name__} that has no memory of its own; "
             f"pass a plain torch.Tensor (for a distributed tensor its local part)"
         )
+    if plain and value.numel() and not value.data_ptr():
+        raise ArgumentError(f"{kernel}: argument '{p.name}' has elements but no memory: its storage was freed")
 
 
 def no_vmap(kernel: str) -> ArgumentError:
@@ -307,6 +332,18 @@ def no_vmap(kernel: str) -> ArgumentError:
 def has_memory(kind: type) -> bool:
     """Whether tensors of type `kind` are plain. Those with a dispatch of their own have no memory, or other memory."""
     return getattr(kind, "__torch_dispatch__", None) is _PLAIN_DISPATCH
+
+
+def is_traced(name: str) -> bool:
+    """Whether torch records operators around a call of kernel or op `name`, or works out their shapes (`make_fx`, fake
+    tensors): results of what is no operator would be constants of its graph, or have no memory. Raises ArgumentError
+    under torch.jit.trace, which cannot be told of such operators."""
+    if torch._C._get_tracing_state() is not None:
+        raise ArgumentError(f"{name}: torch.jit.trace does not record kernels; use torch.compile or torch.export")
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS))
+
+
+_TRACERS = [getattr(torch._C._TorchDispatchModeKey, kind) for kind in ("PROXY", "FAKE", "FUNCTIONAL")]
 
 
 def is_fake(value: object) -> bool:

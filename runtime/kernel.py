@@ -25,7 +25,7 @@ from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, si
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.runtime import autograd, events, recent, registry, tuned
 from kgen.runtime.backends.base import Built, Executor
-from kgen.runtime.binding import Binder, examine, has_memory, is_fake, python_signature, scalar_converter
+from kgen.runtime.binding import Binder, examine, has_memory, is_fake, is_traced, python_signature, scalar_converter
 from kgen.runtime.cache import CACHE
 from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.flight import SingleFlight
@@ -126,14 +126,16 @@ class Kernel:
         backend: `cuda`, `triton`, `reference` or `auto`; None takes what `kgen.backend` and its like say. On CPU
             tensors `cuda` is the host executor and `triton` the Triton interpreter.
         out: tensors to write instead of new ones, in order of the outputs: any strides, no memory shared with others.
-        like: tensors of the shapes of the outputs; new ones are laid out in memory as `torch.empty_like` of them. Under
-            torch.compile results are contiguous.
+        like: tensors of the shapes of the outputs, in their order; new ones are laid out in memory as
+            `torch.empty_like` of them. Under torch.compile results are contiguous.
         check: first run the reference on the same arguments and raise CheckError at the first gather out of range.
             Not under torch.compile.
 
         Raises ArgumentError for an argument that does not fit the signature, BackendError where the backend cannot run,
         DeriveError where a gradient is needed that cannot be derived (not under `torch.no_grad()`).
         """
+        if like is not None:
+            like = self._binder.models(like)
         bound = not kwargs and len(args) == self._count
         return self.ordered(args if bound else self._binder.bind(args, kwargs), backend, out, like, check)
 
@@ -147,7 +149,7 @@ class Kernel:
     ) -> Any:
         """A call with one value for each parameter, in order of the signature: None for an optional tensor that is not
         given. The rest is as for any call."""
-        outs = self._outs(out) if out is not None else None
+        outs = self._binder.outputs(out) if out is not None else None
         if is_dynamo_compiling():
             from kgen.runtime import library  # imports torch.compile's machinery
 
@@ -171,6 +173,10 @@ class Kernel:
         check: bool,
     ) -> Any:
         """A call unlike the recent ones."""
+        if is_traced(self.name):
+            from kgen.runtime import library  # imports torch.compile's machinery
+
+            return library.call(self, values, outs, choice)
         if torch.is_grad_enabled():
             if wanted := autograd.requiring(self, values):
                 if outs is not None or self.inout_at:
@@ -250,17 +256,8 @@ class Kernel:
         **kwargs: Any,
     ) -> ReadyCall:
         """What a call with these arguments would run, compiled but not run; its `.program` has the generated source."""
-        outs = self._outs(out) if out is not None else None
+        outs = self._binder.outputs(out) if out is not None else None
         return self._prepare(self._binder.bind(args, kwargs), outs, registry.requested(backend))
-
-    def _outs(self, out: Any) -> tuple[torch.Tensor, ...]:
-        outs = (out,) if isinstance(out, torch.Tensor) else out
-        outputs = self.signature.outputs
-        if not isinstance(outs, list | tuple) or len(outs) != len(outputs):
-            names = ", ".join(t.name for t in outputs) or "none"
-            got = f"a {type(out).__name__}" if not isinstance(outs, list | tuple) else f"{len(outs)} tensors"
-            self._binder.fail(f"out= must be one tensor for each output ({names}), got {got}")
-        return tuple(outs)
 
     def _key(
         self,
@@ -285,6 +282,8 @@ class Kernel:
             if t.is_neg():  # a lazy sign, which the memory does not have
                 t = values[i] = self._resolved(i, t)
             address = t.data_ptr()
+            if not address and t.numel():
+                raise RuntimeError("no memory")
             addresses.append(address)
             key += (t.dtype, t.device, t.shape, t.stride(), address & 15)
         for i in self.const_at:
@@ -297,7 +296,9 @@ class Kernel:
             for t in outs:
                 if type(t) not in _PLAIN:
                     _admit(type(t))
-                key += (t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15, t.is_neg())
+                if not (address := t.data_ptr()) and t.numel():
+                    raise RuntimeError("no memory")
+                key += (t.dtype, t.device, t.shape, t.stride(), address & 15, t.is_neg())
         elif like is not None:
             for t in like:
                 key += (t.shape, t.stride())

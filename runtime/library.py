@@ -4,7 +4,7 @@ An operator `kgen::<file>_<kernel>_<hash>` takes the parameters of the kernel's 
 the kernel writes given tensors they are declared as mutated. Its fake form finds shapes as a call does. A call that is
 differentiated uses the operators of the training form and of the derived backward (`kgen.runtime.autograd`).
 
-Imported only while torch.compile traces: eager calls do not pay for the dispatcher.
+Imported only while something traces (`binding.is_traced`): eager calls do not pay for the dispatcher.
 """
 
 from __future__ import annotations

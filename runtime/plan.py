@@ -128,7 +128,7 @@ class ReadyCall:
     def plan(self) -> Callable[..., Any] | None:
         """A function of the tensors, one after another, then the converted scalars, then the tensors' addresses; it
         returns the output, or a tuple of them. None as for `work`. Nothing is checked: tensors must have the layout
-        that this was made for."""
+        that this was made for, and no mode of torch's dispatcher may be active."""
         if self.work is None:
             return None
         return unrolled.plain(self.work, len(self._arguments) - len(self._outputs), len(self.scalars))

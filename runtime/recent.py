@@ -6,9 +6,9 @@ remembered one in a single step. For what the guards admit the dictionary would 
 they refuse is looked up there. So nothing depends on guards but time.
 
 Guarded are, for each tensor, type, dtype, device, sizes, strides, whether it requires grad, and its dispatch keys under
-the state of the thread: lazy negation, wrappers of transforms, modes, inference mode. Beside them 16-byte alignment of
-each address, that absent tensors are absent, and that constants are the same objects. A call is remembered where all of
-its tensors are aligned; constants are numbers, which do not change.
+the state of the thread: lazy negation, wrappers of transforms, inference mode. Beside them that no mode of torch's
+dispatcher is active, 16-byte alignment of each address, that absent tensors are absent, and that constants are the same
+objects. A call is remembered where all of its tensors are aligned; constants are numbers, which do not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from kgen.runtime import autograd, unrolled
 from kgen.runtime.picking import picker
 from kgen.runtime.plan import ReadyCall, ScalarSlot, converted
-from kgen.runtime.unrolled import UNLIKE, Guards
+from kgen.runtime.unrolled import UNLIKE, Guards, modes
 
 if TYPE_CHECKING:
     from kgen.runtime.autograd import Training
@@ -103,9 +103,9 @@ def guardable(tensors: Sequence[torch.Tensor]) -> bool:
     each time, and so are those of tensors that are not aligned, and those with one tensor for two arguments, as torch's
     guards take each once."""
     return (
-        _trusted()
-        and not torch._C._len_torch_dispatch_stack()
+        not modes()
         and not torch._C._are_functorch_transforms_active()
+        and _trusted()  # which must not be asked under one of them
         and 0 < len({id(t) for t in tensors}) == len(tensors)
         and all(type(t) in _PLAIN and not t.data_ptr() & _ALIGNED for t in tensors)
     )
@@ -124,7 +124,7 @@ def _general(
 
     def known(values: Sequence[Any], others: Sequence[torch.Tensor]) -> Any:
         tensors, more = pick(values), pick_others(others)
-        if not admits(*tensors, *more):
+        if modes() or not admits(*tensors, *more):
             return UNLIKE
         for i, v in fixed:
             if values[i] is not v:
@@ -159,17 +159,20 @@ def _negated(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _trusted() -> bool:
-    """Whether torch has these guards, and they tell apart what they must: they are not part of its public interface."""
+    """Whether torch has these guards, and they tell apart what they must: they are not part of its public interface.
+    Asked once a process, so that the answer must not depend on the inference mode or the default device around."""
     try:
-        x = torch.zeros(4, 6)
-        admits = _admits([x, torch.zeros(4, 6)])
-        unlike = (
-            x.double(), x[:3], torch.zeros(6, 4).t(), x.clone().requires_grad_(), _negated(x),
-            torch.nn.Parameter(x, requires_grad=False), x.to("meta"), x.to_sparse(), None, x[0],
-        )  # fmt: skip
-        told_apart = not any(admits(x, y) for y in unlike)
-        with torch.inference_mode():
-            told_apart = told_apart and not admits(x, torch.zeros(4, 6))
-        return told_apart and admits(x, torch.ones(4, 6))
+        with torch.inference_mode(False):
+            x = torch.zeros(4, 6, dtype=torch.float32, device="cpu")
+            y = torch.ones_like(x)
+            admits = _admits([x, y])
+            unlike = (
+                x.double(), x[:3], x.view(6, 4).t(), x.clone().requires_grad_(), _negated(x),
+                torch.nn.Parameter(x, requires_grad=False), x.to("meta"), x.to_sparse(), None, x[0],
+            )  # fmt: skip
+            with torch.enable_grad():
+                told_apart = admits(x, y) and not any(admits(x, z) for z in unlike)
+            with torch.inference_mode():
+                return told_apart and not admits(x, torch.ones_like(x))
     except Exception:  # whatever another version of torch makes of this
         return False

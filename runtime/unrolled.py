@@ -10,7 +10,7 @@ For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU th
 
     def call(values, others):
         (v0, v1, v2, v3, v4) = values
-        if not admits(v0, v1) or v4 is not f4: return UNLIKE
+        if modes() or not admits(v0, v1) or v4 is not f4: return UNLIKE
         (p0, p1) = (v0.data_ptr(), v1.data_ptr())
         if (p0 | p1) & 15: return UNLIKE
         s0 = n0 if v2 is g0 else convert0(v2)
@@ -46,6 +46,9 @@ from kgen.runtime.stages import StagedLaunch
 
 if TYPE_CHECKING:
     from kgen.runtime.plan import Argument
+
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes of torch's dispatcher are active."""
 
 UNLIKE: Any = object()
 """What a function with guards returns for a call that they do not admit."""
@@ -116,16 +119,17 @@ def _compiled(text: str) -> Callable[..., Callable[..., Any]]:
 def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]:
     """A function of the values of a call and of the tensors that outputs are laid out like: the result, or `UNLIKE`.
 
-    Under the guards no mode of torch's dispatcher is active.
+    torch's guards pass over those modes of its dispatcher that its own tools put there (fake tensors, `make_fx`,
+    selective checkpointing), so that modes are asked for here.
     """
     text = _Text()
     tensors = [f"v{i}" for i in guards.tensors]
     text.add(f"{_listed(f'v{i}' for i in range(guards.count))} = values")
-    unlike = [f"not admits({', '.join(tensors)})"]
+    unlike = ["modes()", f"not admits({', '.join(tensors)})"]
     unlike += [f"v{i} is not f{i}" for i in guards.fixed] + [f"others[{k}] is not v{i}" for k, i in guards.same]
     text.add(
         f"if {' or '.join(unlike)}: return UNLIKE",
-        admits=guards.admits, UNLIKE=UNLIKE, **{f"f{i}": v for i, v in guards.fixed.items()},
+        modes=modes, admits=guards.admits, UNLIKE=UNLIKE, **{f"f{i}": v for i, v in guards.fixed.items()},
     )  # fmt: skip
     addresses = [f"p{i}" for i in range(len(tensors))]
     text.add(f"{_listed(addresses)} = {_listed(f'{t}.data_ptr()' for t in tensors)}")
@@ -140,34 +144,33 @@ def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], S
             f"return apply(task, values, {_listed(arguments)}, {', '.join(tensors)})", apply=work.apply, task=work.task
         )
     else:
-        _work(text, work, tensors, scalars, addresses, "")
+        _work(text, work, tensors, scalars, addresses)
     return text.function("values, others")
 
 
 def plain(work: Work, tensors: int, scalars: int) -> Callable[..., Any]:
-    """A function of the call's tensors, one after another, then its converted scalars, then the tensors' addresses."""
+    """A function of the call's tensors, one after another, then its converted scalars, then the tensors' addresses. It
+    is for calls under guards."""
     text = _Text()
     t, s, p = ([f"{c}{i}" for i in range(n)] for c, n in (("t", tensors), ("s", scalars), ("p", tensors)))
-    _work(text, work, t, s, p, " or modes()")
+    _work(text, work, t, s, p)
     return text.function(", ".join([*t, *s, *p]))
 
 
-def _work(text: _Text, work: Work, tensors: list[str], scalars: list[str], addresses: list[str], unless: str) -> None:
-    """The lines behind the guards. `unless` is another reason to go elsewhere."""
+def _work(text: _Text, work: Work, tensors: list[str], scalars: list[str], addresses: list[str]) -> None:
+    """The lines behind the guards."""
     launch = work.launch
     staged = launch if isinstance(launch, StagedLaunch) else None
     parts = [p for p in (staged.launches if staged else (launch,)) if isinstance(p, driver.DeviceLaunch)]
     on_device = len(parts) == (len(staged.launches) if staged else 1)
     torch_c: Any = torch._C  # without stubs of this part
     direct = getattr(torch_c._dynamo.guards, f"_empty_strided_{work.device.type}", None)
-    # As compiled graphs of torch allocate: past the dispatcher, in half the time, on the current device. A mode that is
-    # active is to see it, though.
-    reason = ("current_device() != index" if on_device else "False") + unless
-    if reason != "False":
+    # As compiled graphs of torch allocate: past the dispatcher, in half the time, on the current device.
+    if on_device:
+        elsewhere = f"elsewhere([{', '.join(tensors)}], [{', '.join(scalars)}], [{', '.join(addresses)}])"
         text.add(
-            f"if {reason}: return elsewhere([{', '.join(tensors)}], [{', '.join(scalars)}], [{', '.join(addresses)}])",
-            elsewhere=work.elsewhere, current_device=driver.current_device, index=parts[0].index if on_device else None,
-            modes=torch._C._len_torch_dispatch_stack,
+            f"if current_device() != index: return {elsewhere}",
+            elsewhere=work.elsewhere, current_device=driver.current_device, index=parts[0].index,
         )  # fmt: skip
     outputs = [f"y{k}" for k in range(len(work.outputs))]
     places = list(addresses)

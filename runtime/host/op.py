@@ -31,7 +31,7 @@ from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
 from kgen.runtime.autograd import exact_text, float_output, refuse_tangents, second_derivative
-from kgen.runtime.binding import Binder, examine, has_memory, is_fake, refuse_scalar_gradient
+from kgen.runtime.binding import Binder, examine, has_memory, is_fake, is_traced, refuse_scalar_gradient
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.host import ranks
@@ -112,7 +112,8 @@ class HostOp:
         if group is not None and not self.collective:
             raise ArgumentError(f"{self.name}: group= is for ops that have collectives, and this one has none")
         values = self._binder.bind(args, kwargs)
-        if torch.compiler.is_dynamo_compiling() or any(map(is_symbolic, [values[i] for i in self.tensor_at])):
+        symbolic = torch.compiler.is_dynamo_compiling() or any(map(is_symbolic, [values[i] for i in self.tensor_at]))
+        if symbolic or is_traced(self.name):
             from kgen.runtime.host import library  # imports torch.compile's machinery
 
             return library.call(self, values, backend, workspace_mb, accumulate, chunk)
