@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import gcd
 
 
@@ -63,11 +64,13 @@ class Poly:
     terms: tuple[tuple[Monomial, int], ...]
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def const(value: int) -> Poly:
         """The constant `value`."""
         return Poly((((), value),) if value else ())
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def sym(name: str) -> Poly:
         """The dimension or index called `name`."""
         return Poly((((Sym(name),), 1),))
@@ -97,7 +100,7 @@ class Poly:
             return atom.name if isinstance(atom, Sym) else None
         return None
 
-    @property
+    @cached_property
     def symbols(self) -> frozenset[str]:
         """Every name that occurs, inside floor divisions and modulos too."""
         return frozenset(self._symbols())

@@ -260,11 +260,14 @@ class Kernel:
 # ---- walking -------------------------------------------------------------------------------------------------------
 
 
+_OF_ONE = (Cast, Reduce)  # made once: a union is made anew wherever it is written, and this is asked very often
+
+
 def children(e: Expr) -> tuple[Expr, ...]:
     """The direct subexpressions, gather subscripts included."""
     if isinstance(e, Op):
         return e.args
-    if isinstance(e, Cast | Reduce):
+    if isinstance(e, _OF_ONE):
         return (e.arg,)
     if isinstance(e, Load):
         return tuple(s for s in e.at if not isinstance(s, Poly))

@@ -49,11 +49,27 @@ def parse(source: SourceFile, diagnostics: Diagnostics) -> ast.Module:
     stop before the checker. Positions count in the text with newlines normalised (`dsl.lexing.normalised`).
     """
     source = normalised(source)
+    known = _parsed.get(source)
+    if known is not None:
+        return known
     lark, builder = _parser()
-    lines = logical_lines(tokens(source), source, diagnostics)
+    found = Diagnostics()
+    lines = logical_lines(tokens(source), source, found)
     with _lock:
-        builder.begin(source, diagnostics)
-        return _Driver(lark, builder, source, diagnostics).run(lines)
+        builder.begin(source, found)
+        module = _Driver(lark, builder, source, found).run(lines)
+    if not found.items:
+        if len(_parsed) >= MAX_PARSED:
+            _parsed.clear()
+        _parsed[source] = module
+    for d in found.items:
+        diagnostics.add(d)
+    return module
+
+
+# Sources without a mistake that this process has read: a file that several import is read once.
+_parsed: dict[SourceFile, ast.Module] = {}
+MAX_PARSED = 64
 
 
 def tokens(source: SourceFile) -> list[Token]:

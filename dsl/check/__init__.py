@@ -24,7 +24,7 @@ from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, exampl
 from kgen.dsl.check.statements import Statements
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import BF16, DTYPES, F32, F64, DType
-from kgen.dsl.proofs import prove_kernel
+from kgen.dsl.proofs import is_proved, prove_kernel
 from kgen.dsl.source import Span
 
 __all__ = [
@@ -267,7 +267,7 @@ def _elaborate(
         values=tuple((n, v.name) for n, v in scope.values.items() if isinstance(v, ir.Ref)),
         schedules=tuple(r.rule for r in rules),
     )
-    for poly, span in _polynomials(result):
+    for poly, span in _polynomials(result) if not is_proved(result) else ():
         if poly.divides_by_zero:
             diagnostics.error("K0226", "a divisor is 0 here", span, help="give the const parameter another value")
     if len(diagnostics.items) == before:

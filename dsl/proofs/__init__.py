@@ -11,7 +11,7 @@ from kgen.dsl.proofs.inplace import check_inplace, loads_before_store, needs_bar
 from kgen.dsl.proofs.prove import Facts
 from kgen.dsl.proofs.races import check_writes
 
-__all__ = ["Facts", "loads_before_store", "needs_barrier", "prove_kernel"]
+__all__ = ["Facts", "is_proved", "loads_before_store", "needs_barrier", "prove_kernel"]
 
 
 def prove_kernel(kernel: ir.Kernel, diagnostics: Diagnostics) -> None:
@@ -32,6 +32,11 @@ def prove_kernel(kernel: ir.Kernel, diagnostics: Diagnostics) -> None:
         _proved[claims] = None
     for d in found.items:
         diagnostics.add(d)
+
+
+def is_proved(kernel: ir.Kernel) -> bool:
+    """Whether this process has proved of another kernel all that `prove_kernel` would prove of this one."""
+    return _claims(kernel) in _proved
 
 
 # What this process has proved. A kernel is elaborated for several dtypes and along many paths, and only some of them
