@@ -187,7 +187,7 @@ def test_rows_neither_spill_nor_load_narrow(text: str, n: int) -> None:
     found = compile_cuda(program.source, program.entry, lines=program.lines)
     assert found.resources.local_bytes == 0
     assert "LDG.E.128" in found.sass
-    assert "STG.E.128" in found.sass
+    assert re.search(r"STG\.E\.(EF\.)?128", found.sass)  # EF: what the caches give up first
     assert not re.search(r"LDG\.E\.(U16|U8)", found.sass)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cuda_kit
 import pytest
 import torch
@@ -39,8 +41,8 @@ def test_what_is_left_out_stays_as_it_was() -> None:
     was = scheduled(norm(), "cuda").schedule
     assert was.by == "ladders"
     got = scheduled(norm(), "cuda", Knobs(threads=128, by="me")).schedule
-    assert got == Schedule(128, was.rows, was.vector, name="row", by="me")
-    assert scheduled(norm(), "cuda", Knobs()).schedule == Schedule(was.threads, 1, was.vector, name="row", by="caller")
+    assert was.ahead and got == Schedule(128, was.rows, was.vector, name="row", by="me", ahead=was.ahead)
+    assert scheduled(norm(), "cuda", Knobs()).schedule == replace(was, by="caller")
 
 
 def test_chunks_make_a_looped_row_and_the_whole_extent_a_whole_one() -> None:

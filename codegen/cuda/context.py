@@ -234,6 +234,12 @@ class Context:
         self.packs[pack] = (before[0] or reads, before[1] or writes)
         return pack.name
 
+    def streamed(self, tensor: str) -> bool:
+        """Whether what is stored to `tensor` here is not read again, while the rows around it are: in passes over
+        chunks, but for sums that go on in memory."""
+        sums = self.scheduled.sums
+        return self.loop is not None and (sums is None or tensor not in sums.zeroed)
+
     # -- layout --------------------------------------------------------------------------------------------------
     def axis(self, name: str) -> AxisLayout:
         """The layout of a tile axis, or of the row index."""

@@ -223,7 +223,12 @@ class NestEmitter:
             place = address(ctx, ctx.kernel.tensor(s.tensor), s.at, {})
             ctx.lines.span = s.span
             guard = f"if ({g}) " if (g := self.guards[id(s)]) else ""
-            ctx.lines.add(f"{guard}*({pack.name}*)({place.pointer}) = {pack.name}::of({outs[id(s)]});")
+            value = f"{pack.name}::of({outs[id(s)]})"
+            if ctx.streamed(s.tensor):
+                stream = f"{ctx.helper('store_streaming')}<{pack.bytes}>"
+                ctx.lines.add(f"{guard}{stream}({place.pointer}, {value}.word);")
+            else:
+                ctx.lines.add(f"{guard}*({pack.name}*)({place.pointer}) = {value};")
 
     def _load_pack(self, let: ir.Let, pack: Pack) -> None:
         ctx, load = self.ctx, let.value

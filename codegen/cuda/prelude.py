@@ -11,7 +11,7 @@ from kgen.dsl.dtypes import BF16, F16, DType
 PRIMITIVES = frozenset(
     {
         "cvt_f32_f16", "cvt_f16_f32", "cvt_bf16_f32", "cvt_f16_f64", "cvt_bf16_f64", "cvt_f16x2_f32",
-        "cvt_bf16x2_f32", "exp2_approx", "prefetch_l2",
+        "cvt_bf16x2_f32", "exp2_approx", "prefetch_l2", "store_streaming",
     }
 )  # fmt: skip
 

@@ -49,6 +49,7 @@ class _Line:
 class _Emitter:
     def __init__(self, scheduled: Scheduled) -> None:
         self.scheduled = scheduled
+        self.in_chunks = False  # whether what is emitted stands in a pass over chunks
         self.kernel, self.variant = scheduled.kernel, scheduled.variant
         kernel = self.kernel
         lets = [s.name for step in scheduled.steps for s in step.body if isinstance(s, ir.Let)]
@@ -254,7 +255,9 @@ class _Emitter:
         if isinstance(s, ir.Accumulate):
             total = self.sums[s.tensor, s.at]
             return [*out, _Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
-        return [*out, *self._barrier(s), *(_Line(t, s.span) for t in self.memory.store(s))]
+        sums = self.scheduled.sums
+        streamed = self.in_chunks and (sums is None or s.tensor not in sums.zeroed)
+        return [*out, *self._barrier(s), *(_Line(t, s.span) for t in self.memory.store(s, streamed=streamed))]
 
     def _let(self, e: ir.Expr, lanes: MaskedLanes) -> Value:
         if isinstance(e, Finish):  # the lanes of partial results are neutral where they are masked
@@ -289,6 +292,7 @@ class _Emitter:
             self.chunk_starts[step.axis] = self.names.fresh(f"{self.names[step.axis]}0")
         start = self.chunk_starts[step.axis]
         self.thread_views, self.outlive = {}, {}
+        self.in_chunks = True
         before: list[_Line] = []
         inside: list[_Line] = []
         after: list[_Line] = []
@@ -316,6 +320,7 @@ class _Emitter:
             result = acc.finish(self.blocks)
             self.expressions.bound[s.name] = result.dims
             after.append(_Line(f"{self.names[s.name]} = {result.text}", s.span))
+        self.in_chunks = False
         prelude = _used(self._tile(axis, start), (line.text for line in inside))
         inside = [*(_Line(t) for t in prelude), *inside]
         self.said = None

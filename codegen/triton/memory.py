@@ -93,8 +93,9 @@ class Memory:
         arguments = [str(pointer.text), *(f"{k}={v}" for k, v in keywords.items())]
         return _call_lines(f"{name} = tl.load(", arguments, f"){suffix}"), pointer.dims
 
-    def store(self, s: ir.Store) -> list[str]:
-        """The lines of `tl.store(...)`, which rounds once to the tensor's type."""
+    def store(self, s: ir.Store, *, streamed: bool = False) -> list[str]:
+        """The lines of `tl.store(...)`, which rounds once to the tensor's type. `streamed`: what is stored is not read
+        again, so that the caches may give it up first."""
         tensor = self.kernel.tensor(s.tensor)
         pointer = self._pointer(tensor, self._offset(tensor, s.at))
         text = align(self.value(s.value), pointer.dims)
@@ -102,6 +103,8 @@ class Memory:
             text = stored(text, s.value.dtype, tensor.dtype)
         condition = self.mask(pointer.dims)
         arguments = [str(pointer.text), str(text), *([] if condition is None else [f"mask={condition}"])]
+        if streamed:
+            arguments.append('cache_modifier=".cs"')
         return _call_lines("tl.store(", arguments, ")")
 
     # -- addresses -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@
 //   unsigned       cvt_bf16x2_f32(float hi, float lo)       two bfloat16, `hi` in the upper 16 bits
 //   float          exp2_approx(float x)                     2**x; 0 below 2**-126; ex2.approx.ftz, here exp2f
 //   void           prefetch_l2(const void* p)              a hint that *p is read soon; here nothing
+//   void           store_streaming<bytes>(void* p, const unsigned (&word)[n])   st.global.cs, bytes at a time
 //
 // Beside them it defines what CUDA C++ has without an include, as far as generated code uses it:
 //   language      kgen_host_language.hpp   qualifiers, vector types, threadIdx and its like, bit casts, bit counts

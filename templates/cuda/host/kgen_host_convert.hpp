@@ -53,6 +53,11 @@ inline unsigned cvt_bf16x2_f32(float hi, float lo) { return ((unsigned)cvt_bf16_
 
 inline void prefetch_l2(const void*) {}
 
+template <int BYTES, int WORDS>
+inline void store_streaming(void* to, const unsigned (&word)[WORDS]) {
+    for (int i = 0; i < WORDS; ++i) ((unsigned*)to)[i] = word[i];
+}
+
 inline float exp2_approx(float x) {
     const float y = exp2f(x);
     return y < 0x1p-126f ? 0.0f : y;  // NaN stays
