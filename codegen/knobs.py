@@ -128,6 +128,8 @@ def turned(
     elif not kernel.tiles and backend == "cuda":
         # As many vectors a thread as before.
         rows = schedule.rows // (schedule.threads * schedule.vector) * threads * vector
+    elif backend == "cuda":
+        rows = min(rows, threads)  # those of short rows, of which each has a thread at least
     loops = bool(chunks) or sums is not None
     stages = knobs.stages if knobs.stages is not None else schedule.stages if loops else 1
     if not 1 <= stages <= MOST_STAGES:

@@ -120,6 +120,10 @@ def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target
             raise ArgumentError(
                 f"{kernel.name}: index '{a.name}' has no values with {_listed(dims)}, so there is nothing to compile"
             )
+    if all(0 in shapes[t.name] for t in kernel.tensors if t.role != "in"):
+        raise ArgumentError(
+            f"{kernel.name}: every result is empty with {_listed(dims)}, so there is nothing to compile"
+        )
     memory = {t.name: Memory(shapes[t.name], contiguous(shapes[t.name]), t.dtype.itemsize, 0) for t in kernel.tensors}
     return placed(module, signature, kernel, layout(kernel, dims, memory))
 

@@ -265,6 +265,7 @@ def test_show_picks_a_kernel() -> None:
         (["--dim", "N"], 2, "write it as --dim N=4096"),
         (["--dim", "N=big"], 2, "a whole number"),
         (["--dim", "N=-1"], 2, "cannot be negative"),
+        (["--dim", "N=0", "--stage", "ptx"], 1, "every result is empty with M = 16384, N = 0"),
         (["--dtype", "bf61"], 2, "there is no dtype 'bf61'"),
         (["--dtype", "i8"], 1, "stands for one of f16, bf16, f32, f64"),
         (["--const", "round=true"], 2, "did you mean 'round_first'?"),

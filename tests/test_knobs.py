@@ -59,6 +59,11 @@ def test_short_rows_in_chunks_come_one_at_a_time() -> None:
     assert scheduled(norm(64), "cuda", Knobs(chunks=(("n", 32),))).schedule.rows == 1
 
 
+def test_fewer_threads_than_short_rows_take_fewer_rows() -> None:
+    assert scheduled(norm(1), "cuda").schedule.rows > 32
+    assert scheduled(norm(1), "cuda", Knobs(threads=32)).schedule.rows == 32
+
+
 def test_a_flat_kernel_keeps_its_vectors_a_thread() -> None:
     was = scheduled(gate(), "cuda").schedule
     got = scheduled(gate(), "cuda", Knobs(threads=64)).schedule

@@ -218,6 +218,8 @@ def test_a_flat_kernel_has_no_sizes_to_ask_for_and_a_point_a_thread() -> None:
     assert code == "K0244"
     ((code, message),) = problems(flat.format("schedule cuda: threads = 256, rows = 128"))
     assert code == "K0242" and "256 threads have 128 points" in message
+    ((code, message),) = problems(flat.format("schedule cuda: ahead = 2"))
+    assert code == "K0242" and "'ahead' is for kernels with tile indices" in message
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
