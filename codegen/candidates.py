@@ -17,7 +17,7 @@ from kgen.codegen import ladders
 from kgen.codegen.knobs import MOST_BLOCKS, Knobs
 from kgen.codegen.layout import accesses, ceil_power, held, layout, vector_axis, vector_limit
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.pipeline import MULTIPROCESSORS, prepare, schedule_kernel, schedule_prepared
+from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, prepare, schedule_kernel, schedule_prepared
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
 from kgen.codegen.variant import Variant
@@ -51,20 +51,26 @@ class Candidate:
 
 
 def candidates(
-    kernel: ir.Kernel, variant: Variant, backend: str, *, num_sms: int = MULTIPROCESSORS, most: int = MOST
+    kernel: ir.Kernel,
+    variant: Variant,
+    backend: str,
+    *,
+    num_sms: int = MULTIPROCESSORS,
+    capability: int = CAPABILITY,
+    most: int = MOST,
 ) -> tuple[Candidate, ...]:
     """At most `most` schedules of `kernel` for `variant`: the default, then others by what they are estimated to cost.
 
     No two of them are the same program. Raises ScheduleError where the kernel has no schedule at all.
     """
-    default = schedule_kernel(kernel, variant, backend, num_sms=num_sms)
+    default = schedule_kernel(kernel, variant, backend, num_sms=num_sms, capability=capability)
     prepared = prepare(kernel, variant)  # which takes as long as all the rest
     first = Candidate(None, default, 0.0)
     seen = {_sameness(default)}
     found: list[Candidate] = []
     for knobs in _space(default, backend):
         try:
-            made = schedule_prepared(prepared, backend, num_sms=num_sms, knobs=knobs)
+            made = schedule_prepared(prepared, backend, num_sms=num_sms, capability=capability, knobs=knobs)
         except ScheduleError:
             continue
         same = _sameness(made)
@@ -81,7 +87,7 @@ def candidates(
 def _sameness(s: Scheduled) -> tuple[Any, ...]:
     """What tells the programs of two schedules of one kernel apart."""
     own = s.schedule
-    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages, own.ahead)
+    shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages, own.ahead, own.cluster)
     vector = max((a.vector for a in _axes(s)), default=1)
     return (*shape, vector, *(_sameness(t) for t in s.then))
 
@@ -95,7 +101,7 @@ def _distance(a: Schedule, b: Schedule) -> float:
     """Doublings between two schedules."""
     steps = abs(log2(a.threads / b.threads)) + abs(log2(a.rows / b.rows)) + abs(log2(a.vector / b.vector))
     steps += abs(log2(a.programs / b.programs)) if a.programs and b.programs else 0.0
-    steps += abs(log2(a.stages / b.stages))
+    steps += abs(log2(a.stages / b.stages)) + abs(log2(a.cluster / b.cluster))
     before, after = dict(a.chunks), dict(b.chunks)
     for axis in before.keys() | after.keys():
         if axis in before and axis in after:
@@ -148,6 +154,7 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
     widest = vector_limit(kernel, variant, axis) if axis is not None else 1
     for ahead in (0, 1, 2, 4):
         yield Knobs(ahead=ahead)
+    longest = max(a.extent.constant for a in kernel.tiles)
     for a_row, rows in product(_around(own, 1, 1024, 4), (1, 2, 4, 8, 16)):
         if 32 <= a_row * rows <= 1024:
             knobs = Knobs(threads=a_row * rows, rows=rows, chunks=_whole(default))
@@ -157,6 +164,10 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
     for threads in _around(max(own, 256), 64, 1024, 3):
         for chunks in _chunkings(default, [threads * widest * slots for slots in (1, 2, 4, 8)]):
             yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
+    for threads, cluster in product((1024, 512), (1, 2, 4, 8)):
+        # No smaller ones than give each thread a vector.
+        if s.cluster > 1 or (cluster > 1 and threads * cluster * widest <= longest):
+            yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=_whole(default), cluster=cluster))
     if s.vector > 1:
         for threads in _around(s.threads, 32, 1024, 1):
             yield Knobs(threads=threads, rows=s.rows, vector=s.vector // 2)
@@ -229,6 +240,7 @@ def estimate(s: Scheduled, backend: str) -> float | None:
     if s.schedule.programs and s.sums is not None:
         programs = min(programs, together)
     once, moved, in_flight = _traffic(s)
+    in_flight /= s.schedule.cluster  # on each of its multiprocessors
     used = min(1.0, programs * in_flight / _IN_FLIGHT) if in_flight else 1.0
     return moved / max(once, 1) / max(used, 0.05)
 

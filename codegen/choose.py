@@ -29,6 +29,8 @@ from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
+_CLUSTERS_SINCE = 90  # compute capability
+
 
 def choose(
     kernel: ir.Kernel,
@@ -40,15 +42,23 @@ def choose(
     sums: Sums | None = None,
     leaves: bool = False,
     knobs: Knobs | None = None,
+    capability: int = _CLUSTERS_SINCE,
 ) -> Schedule:
     """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`), with `knobs` in
     place of its sizes. Raises ScheduleError where they do not fit.
 
     `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
     `sums`: how its sums over programs are spread, if it has any. `leaves`: whether programs may have nothing to do.
+    `capability`: the compute capability of the device, 90 for sm_90.
     """
-    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves)
-    return schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
+    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability)
+    out = schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
+    if out.cluster > 1 and capability < _CLUSTERS_SINCE:
+        raise ScheduleError(
+            f"a schedule of {kernel.name} asks for a cluster of {out.cluster} thread blocks; the device is of "
+            f"sm_{capability}, and those before sm_{_CLUSTERS_SINCE} have no clusters"
+        )
+    return out
 
 
 def _default(
@@ -59,6 +69,7 @@ def _default(
     rows_hint: int | None,
     sums: Sums | None,
     leaves: bool,
+    capability: int,
 ) -> Schedule:
     if sums is not None and sums.split is None and kernel.tiles:
         return _block_finish(kernel, backend)
@@ -67,7 +78,9 @@ def _default(
     if backend == "triton":
         schedule = _triton_row(kernel, variant) if kernel.tiles else _triton_flat(leaves)
     else:
-        schedule = _cuda_row(kernel, variant, num_sms) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
+        schedule = (
+            _cuda_row(kernel, variant, num_sms, capability) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
+        )
     return schedule if rows_hint is None or sums is not None else _spread(kernel, schedule, backend, rows_hint, num_sms)
 
 
@@ -130,11 +143,11 @@ def _cuda_flat(kernel: ir.Kernel, variant: Variant, leaves: bool) -> Schedule:
     return Schedule(threads, threads * vector * slots, vector, name="flat")
 
 
-def _cuda_row(kernel: ir.Kernel, variant: Variant, num_sms: int) -> Schedule:
-    return _ahead(kernel, _cuda_threads(kernel, variant), num_sms)
+def _cuda_row(kernel: ir.Kernel, variant: Variant, num_sms: int, capability: int) -> Schedule:
+    return _ahead(kernel, _cuda_threads(kernel, variant, capability), num_sms)
 
 
-def _cuda_threads(kernel: ir.Kernel, variant: Variant) -> Schedule:
+def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule:
     axis = vector_axis(kernel, variant)
     vector = vector_limit(kernel, variant, axis) if axis is not None else 1
     sums = any(isinstance(s, ir.Accumulate) for s in kernel.body)
@@ -151,6 +164,11 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant) -> Schedule:
         if threads == 1024 or schedule.rows > 1:
             break
         threads *= 2
+    if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
+        for cluster in (2, 4, 8):
+            spread = Schedule(1024, 1, vector, name="row", cluster=cluster)
+            if _fits(kernel, variant, spread):
+                return spread
     for looped in _looped(kernel, variant, vector):
         if _fits(kernel, variant, looped):
             return looped
@@ -163,7 +181,15 @@ def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
     if any(isinstance(s, ir.Accumulate) for s in kernel.body):
         return replace(schedule, ahead=ladders.SUM_AHEAD)
     far = num_sms * ladders.ROW_AHEAD[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
-    return replace(schedule, ahead=far if schedule.rows == 1 else 0)
+    return replace(schedule, ahead=-(-far // schedule.cluster) if schedule.rows == 1 else 0)
+
+
+def _clusters_pay(kernel: ir.Kernel) -> bool:
+    """Whether a row without sums over programs that does not fit a CTA is better held by a cluster than taken in
+    chunks: where its CTAs meet once."""
+    met = sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
+    wide = row_bytes(kernel, held(kernel, Schedule(32, 1))) > ladders.CLUSTER_BYTES
+    return wide and met == 1 and not _in_place(kernel)
 
 
 def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule:

@@ -19,7 +19,7 @@ from kgen.dsl import ir
 from kgen.dsl.knobs import KNOBS, WARP, power_of_two
 
 MOST_BLOCKS, MOST_STAGES, MOST_AHEAD = (KNOBS[name].most for name in ("blocks", "stages", "ahead"))
-_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead")
+_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster")
 _HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
           ">=": operator.ge}  # fmt: skip
 
@@ -33,8 +33,8 @@ class Knobs:
     each tile index named; at least its extent is the whole index. blocks: of a kernel that sums over programs, how many
     of them a multiprocessor is to hold. ahead: how far on the row is that a CUDA program asks L2 for, in its own rows
     where it sums over programs, else in programs a multiprocessor; 0: it asks for none. stages: how many iterations of
-    a Triton program's innermost loops are in flight at once. by: who set them, for people to read; it takes no part in
-    comparisons.
+    a Triton program's innermost loops are in flight at once. cluster: CTAs of a CUDA program, each of `threads`. by:
+    who set them, for people to read; it takes no part in comparisons.
     """
 
     threads: int | None = None
@@ -44,6 +44,7 @@ class Knobs:
     blocks: int | None = None
     stages: int | None = None
     ahead: int | None = None
+    cluster: int | None = None
     by: str = field(default="caller", compare=False)
 
     def data(self) -> dict[str, object]:
@@ -111,6 +112,8 @@ def turned(
         raise _refused(kernel, "ahead is for CUDA kernels with tile indices")
     if knobs.ahead is not None and not 0 <= knobs.ahead <= MOST_AHEAD:
         raise _refused(kernel, f"ahead is {knobs.ahead}, expected 0 to {MOST_AHEAD}")
+    if knobs.cluster is not None and backend != "cuda":
+        raise _refused(kernel, "cluster is for CUDA alone")
     check_chunks(kernel, knobs.chunks)
     extents = {a.name: a.extent.constant for a in kernel.tiles}
     for axis, chunk in knobs.chunks:
@@ -118,12 +121,19 @@ def turned(
             # The block would be as large as the next one, and the rest of it idle.
             raise _refused(kernel, f"the chunk of {axis} is {chunk}; Triton's blocks are powers of two")
     chunks = {a: n for a, n in (dict(schedule.chunks) | dict(knobs.chunks)).items() if n < extents[a]}
+    cluster = schedule.cluster
+    if knobs.cluster is not None:
+        cluster = knobs.cluster
+        if cluster > 1 and not knobs.chunks:
+            chunks = {}  # what a cluster is for: the row is held whole
+    elif knobs.chunks or (knobs.rows or 1) > 1:
+        cluster = 1
     threads = knobs.threads or schedule.threads
     vector = schedule.vector if knobs.vector is None else knobs.vector
     rows = schedule.rows
     if knobs.rows is not None:
         rows = knobs.rows
-    elif chunks and not schedule.chunks:
+    elif cluster > 1 or (chunks and not schedule.chunks):
         rows = 1  # several rows a program are for those too short to be taken in chunks
     elif not kernel.tiles and backend == "cuda":
         # As many vectors a thread as before.
@@ -140,11 +150,19 @@ def turned(
     ordered = tuple((a, chunks[a]) for a in extents if a in chunks)
     ahead = schedule.ahead
     if knobs.ahead is not None:
-        ahead = knobs.ahead if sums is not None else knobs.ahead * num_sms
+        ahead = knobs.ahead if sums is not None else -(-knobs.ahead * num_sms // cluster)
     out = replace(
-        schedule, threads=threads, rows=rows, vector=vector, chunks=ordered, name=name, stages=stages, by=knobs.by,
+        schedule,
+        threads=threads,
+        rows=rows,
+        vector=vector,
+        chunks=ordered,
+        name=name,
+        stages=stages,
+        cluster=cluster,
+        by=knobs.by,
         ahead=ahead if rows == 1 else 0,
-    )  # fmt: skip
+    )
     check(kernel, backend, out)
     fastest = kernel.parallel[-1].name if kernel.parallel else None
     if backend == "cuda" and not kernel.tiles and fastest is not None:
@@ -156,7 +174,8 @@ def turned(
 
 def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
     """Refuse sizes that no emitter could print: raise ScheduleError."""
-    for what, value in (("threads", schedule.threads), ("rows", schedule.rows), ("vector", schedule.vector)):
+    for what in ("threads", "rows", "vector", "cluster"):
+        value = getattr(schedule, what)
         most = KNOBS[what].most
         if not power_of_two(value) or value > most:
             raise _refused(kernel, f"{what} is {value}, expected a power of two up to {most}")
@@ -164,6 +183,14 @@ def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
         raise _refused(kernel, f"threads is {schedule.threads}, expected at least {WARP}")
     if backend == "cuda" and kernel.tiles and schedule.rows > schedule.threads:
         raise _refused(kernel, f"{schedule.rows} rows do not share out among {schedule.threads} threads")
+    if schedule.cluster > 1:
+        if backend != "cuda" or not kernel.tiles:
+            raise _refused(kernel, "a cluster shares a row: it is for CUDA kernels with tile indices")
+        if schedule.rows > 1:
+            raise _refused(kernel, f"a cluster of {schedule.cluster} takes one row, and rows is {schedule.rows}")
+        if schedule.chunks:
+            axis = schedule.chunks[0][0]
+            raise _refused(kernel, f"a cluster of {schedule.cluster} holds a row whole, and it takes {axis} in chunks")
     check_chunks(kernel, schedule.chunks)
 
 

@@ -1,8 +1,8 @@
 """Layout: which thread of a CUDA program holds which element of a tile?
 
-The thread index is read as a number whose *digits* have power-of-two thread counts, fastest first. Each axis is
-spread along one digit; axes that never meet in a statement share a digit. Along an axis, lane `l` of slot `s` of a
-thread is element
+The thread's number in its program is read as one whose *digits* have power-of-two thread counts, fastest first; in a
+cluster the rank of the CTA makes its highest bits. Each axis is spread along one digit; axes that never meet in a
+statement share a digit. Along an axis, lane `l` of slot `s` of a thread is element
 
     (s * threads + digit) * vector + l        of the tile, or of the current chunk of a looped axis,
 
@@ -39,7 +39,7 @@ class AxisLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """`digits[i]` is the thread count of digit i; their product is `Schedule.threads`. `axes` are the tile axes.
+    """`digits[i]` is the thread count of digit i; their product is `Schedule.team`. `axes` are the tile axes.
 
     `row` is the row index `p`, relative to the program's first row: in a flat kernel it has the only digit, vectors and
     slots; in a row kernel the slowest digit, one slot, and vectors of 1.
@@ -54,7 +54,7 @@ class Layout:
         return next(a for a in self.axes if a.name == name)
 
     def stride(self, digit: int) -> int:
-        """Threads below `digit`: the thread's digit is `threadIdx.x / stride(digit) % digits[digit]`."""
+        """Threads below `digit`: the thread's digit is `its number / stride(digit) % digits[digit]`."""
         return prod(self.digits[:digit])
 
     def elements(self, axes: frozenset[str]) -> int:
@@ -83,7 +83,7 @@ def layout(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Layout:
     vectors = {a: min(schedule.vector, vector_limit(kernel, variant, a)) if digit_of[a] == 0 else 1 for a in extents}
     # A chunk given by hand need not be a multiple of what the whole axis allows.
     vectors = {a: min(v, power_of_two_in(extents[a])) for a, v in vectors.items()}
-    left = schedule.threads // schedule.rows
+    left = schedule.team // schedule.rows
     counts: list[int] = []
     for d in range(max(digit_of.values()) + 1):
         wanted = max(ceil_power(-(-extents[a] // vectors[a])) for a in extents if digit_of[a] == d)

@@ -18,7 +18,9 @@ from kgen.codegen.sums import Stage, spill_looped, stages
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
-MULTIPROCESSORS = 132  # of an H100 and an H200: of a device that is not there
+# Of a device that is not there: an H100 or an H200.
+MULTIPROCESSORS = 132
+CAPABILITY = 90
 
 
 def schedule_kernel(
@@ -30,19 +32,31 @@ def schedule_kernel(
     rows_hint: int | None = None,
     knobs: Knobs | None = None,
     override: Schedule | None = None,
+    capability: int = CAPABILITY,
 ) -> Scheduled:
     """`kernel` in normal form for `variant`, with the default schedule of `backend` (`cuda` or `triton`) turned by
-    `knobs`, else by what the kernel's source sets, or with all of `override`.
+    `knobs`, else by what the kernel's source sets, or with all of `override`. `num_sms`, `capability`: multiprocessors
+    and compute capability of the device, 90 for sm_90.
 
     Raises `ScheduleError` where any of them does not fit the kernel.
     """
     prepared = prepare(kernel, variant)
     if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
         try:
-            return schedule_prepared(prepared, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs)
+            return schedule_prepared(
+                prepared, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, capability=capability
+            )
         except ScheduleError as error:
             raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
-    return schedule_prepared(prepared, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, override=override)
+    return schedule_prepared(
+        prepared,
+        backend,
+        num_sms=num_sms,
+        rows_hint=rows_hint,
+        knobs=knobs,
+        override=override,
+        capability=capability,
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ def schedule_prepared(
     rows_hint: int | None = None,
     knobs: Knobs | None = None,
     override: Schedule | None = None,
+    capability: int = CAPABILITY,
 ) -> Scheduled:
     """As `schedule_kernel`, of what `prepare` gave, whatever the kernel's source sets."""
     first, *then = prepared.stages
@@ -83,7 +98,9 @@ def schedule_prepared(
         # A schedule from outside is for the kernel's own loop: for every stage that makes partial sums, not for those
         # that add them up.
         own = stage.sums is None or stage.sums.split is not None
-        return _scheduled(stage, backend, num_sms, rows_hint, knobs if own else None, override if own else None)
+        return _scheduled(
+            stage, backend, num_sms, rows_hint, knobs if own else None, override if own else None, capability
+        )
 
     out = scheduled(first)
     # Sums of a chunk would be read and written for every row. Where nobody asked for chunks, what the rows are made of
@@ -103,6 +120,7 @@ def _scheduled(
     rows_hint: int | None,
     knobs: Knobs | None,
     override: Schedule | None,
+    capability: int,
 ) -> Scheduled:
     kernel, variant, sums = narrow(stage.kernel), stage.variant, stage.sums
     leaves = idle(kernel)
@@ -117,6 +135,7 @@ def _scheduled(
         sums=sums,
         leaves=leaves is not None,
         knobs=knobs,
+        capability=capability,
     )
     # In Triton what a thread has of several rows would be a block of rows and threads.
     if backend == "cuda" or schedule.rows == 1:
@@ -126,8 +145,8 @@ def _scheduled(
         own = None if knobs is None else knobs.blocks
         blocks = own or sum_blocks(kernel, variant, backend, schedule, steps)
         if not schedule.programs:
-            schedule = replace(schedule, programs=num_sms * blocks)
-        kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks), schedule)
+            schedule = replace(schedule, programs=max(1, num_sms * blocks // schedule.cluster))
+        kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks, multiprocessors=num_sms), schedule)
         steps = steps_of(kernel, schedule)
     refuse_oversize(kernel, variant, backend, schedule, steps)
     steps = alternated(kernel, steps)

@@ -9,7 +9,9 @@ The model is the same on both backends:
 * A kernel without tile axes is *flat*: `rows` is the block of points that a program takes.
 
 CUDA: `threads` a CTA. In a flat kernel every thread takes vectors of `vector` consecutive points. Otherwise
-`threads // rows` threads share a row, each taking vectors of `vector` elements along the vector axis.
+`threads // rows` threads share a row, each taking vectors of `vector` elements along the vector axis. A program may be
+a `cluster` of several CTAs (sm_90 and later), which then share one row: threads are numbered through all of them, and
+`threads` is still what each has.
 A kernel that sums over parallel indices (`Sums`) is persistent: the summed points are shared out among `programs`
 programs, each of which loops over its share, `rows` points at a time.
 Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply. Of a
@@ -42,7 +44,13 @@ class Schedule:
     programs: int = 0  # for a sum over programs: about how many programs share it; 0 for other kernels
     ahead: int = 0  # CUDA: how many rows of its own, or programs, on a program asks L2 for a row
     stages: int = 1  # Triton: iterations of its innermost loops that are in flight
+    cluster: int = 1  # CUDA: CTAs of a program, each of `threads`; with more than one it takes one row, whole
     by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
+
+    @property
+    def team(self) -> int:
+        """Threads of a program: those of all its CTAs."""
+        return self.threads * self.cluster
 
     def chunk(self, axis: str) -> int | None:
         """Elements of `axis` taken at a time, or None where the axis is whole."""
@@ -59,7 +67,8 @@ class Sums:
         `over` after the other. Otherwise `p` flattens `over`, the loop takes `rows` points of it at a time, and the
         other parallel indices are one point a program.
     zeroed: workspaces that must be zero before the launch.
-    blocks: programs that a multiprocessor is to hold at a time.
+    blocks: programs that a multiprocessor is to hold at a time (of a cluster: CTAs). multiprocessors: those of the
+        device that the number of programs was chosen for.
     """
 
     over: tuple[str, ...]
@@ -68,6 +77,7 @@ class Sums:
     columns: bool
     zeroed: tuple[str, ...] = ()
     blocks: int = 1
+    multiprocessors: int = 0
 
     def row_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
         """The parallel indices that the row index flattens."""

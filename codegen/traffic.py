@@ -175,7 +175,7 @@ class _Counter:
         often = self._often(axes)
         if not self.tiles or axes & self.tiles or not axes:
             return often
-        return often * max(1, schedule.threads // schedule.rows)
+        return often * max(1, schedule.team // schedule.rows)
 
 
 def _cost_of(what: str, fn: str) -> Instructions:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kgen.codegen.collapse import Merge, collapse
 from kgen.codegen.knobs import Knobs
-from kgen.codegen.pipeline import MULTIPROCESSORS, schedule_kernel
+from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Scheduled
 from kgen.codegen.shapes import ShapeError, bind_dims, constants, flat_shape
@@ -70,28 +70,49 @@ class Target:
         """The kernel's name."""
         return self.kernel.name
 
-    def scheduled(self, backend: str, num_sms: int = MULTIPROCESSORS, knobs: Knobs | None = None) -> Scheduled:
-        """The kernel in normal form with the schedule of `backend` for a device of `num_sms` multiprocessors, turned by
-        `knobs`."""
-        return schedule_kernel(self.layout.kernel, self.layout.variant, backend, num_sms=num_sms, knobs=knobs)
+    def scheduled(
+        self,
+        backend: str,
+        num_sms: int = MULTIPROCESSORS,
+        knobs: Knobs | None = None,
+        capability: int = CAPABILITY,
+    ) -> Scheduled:
+        """The kernel in normal form with the schedule of `backend` for a device of `num_sms` multiprocessors and
+        compute capability `capability` (90 for sm_90), turned by `knobs`."""
+        return schedule_kernel(
+            self.layout.kernel, self.layout.variant, backend, num_sms=num_sms, knobs=knobs, capability=capability
+        )
 
-    def program(self, backend: str, num_sms: int = MULTIPROCESSORS, knobs: Knobs | None = None) -> Program:
+    def program(
+        self,
+        backend: str,
+        num_sms: int = MULTIPROCESSORS,
+        knobs: Knobs | None = None,
+        capability: int = CAPABILITY,
+    ) -> Program:
         """The generated program of `backend`, `cuda` or `triton`. Of several launches each has a source of its own."""
         if backend == "cuda":
             from kgen.codegen.cuda.emit import emit
         else:
             from kgen.codegen.triton.emit import emit
-        return emit(self.scheduled(backend, num_sms, knobs))
+        return emit(self.scheduled(backend, num_sms, knobs, capability))
 
-    def launches(self, backend: str) -> tuple[Program, ...]:
-        """The launches of `program`, in order. On `cuda` the source of each is the file that holds them all."""
-        program = self.program(backend)
+    def launches(self, backend: str, archs: Iterable[str] = ()) -> tuple[Program, ...]:
+        """The launches of `program`, in order, for all of `archs`. On `cuda` the source of each is the file that holds
+        them all."""
+        oldest = min(map(capability, archs), default=CAPABILITY)
+        program = self.program(backend, capability=oldest)
         if backend != "cuda" or not program.then:
             return program.launches
         from kgen.codegen.cuda.bundle import bundle
 
-        source = bundle(self.scheduled(backend))
+        source = bundle(self.scheduled(backend, capability=oldest))
         return tuple(replace(p, source=source, lines=(), then=()) for p in program.launches)
+
+
+def capability(arch: str) -> int:
+    """The compute capability of an architecture: 90 for sm_90 and sm_90a."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
 
 
 def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target:

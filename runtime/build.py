@@ -100,14 +100,14 @@ def run(
         with _collected(failures, job):
             if isinstance(job.item, ast.Kernel):
                 goal = target(job.module, job.item, job.choices)
-                made.append(_Made(job, goal, {b: goal.launches(b) for b in job.backends}, goal.name))
+                made.append(_Made(job, goal, {b: goal.launches(b, job.archs) for b in job.backends}, goal.name))
                 continue
             op = op_target(job.module, job.item, job.choices, job.gradients, job.accumulate)
             files = kernel_files(op)
             ops.append(_MadeOp(job, op, op_source(op, files)))
             for file in {f.stem: f for _, f in files}.values():
                 rest = (b for b in job.backends if b != "triton")
-                programs = {**{b: file.target.launches(b) for b in rest}, "triton": file.launches}
+                programs = {**{b: file.target.launches(b, job.archs) for b in rest}, "triton": file.launches}
                 made.append(_Made(job, file.target, programs, file.stem))
     binaries: _Binaries = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="kgen-build")
@@ -347,6 +347,7 @@ def backend_entry(target: Target, programs: Sequence[Program], file: str, text: 
                 "most": s.steps.text(),
                 "programs_per_multiprocessor": s.resident,
             }
+            | ({"blocks_per_program": s.cluster} if s.cluster > 1 else {})
             for s in shares(target, whole)
         ]
         out["workspaces"] = [
@@ -378,13 +379,14 @@ def launch_entry(target: Target, program: Program) -> Manifest:
         ],
         "schedule": {
             "name": s.name, "threads": s.threads, "rows": s.rows, "vector": s.vector, "chunks": dict(s.chunks),
+            "cluster": s.cluster,
         },
         "launch_bounds": s.threads,
         "binaries": {},
     }  # fmt: skip
     if program.backend == "triton":
         out["num_warps"] = s.threads // 32
-        del out["schedule"]["vector"]
+        del out["schedule"]["vector"], out["schedule"]["cluster"]
     return out
 
 

@@ -14,7 +14,7 @@ from kgen.codegen.schedule import Schedule
 from kgen.codegen.shapes import constants
 from kgen.dsl.dtypes import F64
 from kgen.dsl.ir import Kernel
-from kgen.runtime.ahead import BACKENDS, Target, binary
+from kgen.runtime.ahead import BACKENDS, Target, binary, capability
 from kgen.runtime.errors import BackendError
 from kgen.runtime.nvrtc import Resources
 from kgen.runtime.tuned import measured
@@ -53,18 +53,23 @@ class LaunchCost:
 
     @property
     def resident(self) -> int:
-        """Programs on a multiprocessor at a time: as many as it holds, fewer where there are not so many."""
-        return min(self.occupancy.programs, -(-self.asked.programs // self.machine.multiprocessors))
+        """Programs (of a cluster: its blocks) on a multiprocessor at a time: as many as it holds, fewer where there are
+        not so many."""
+        return min(self.occupancy.programs, -(-self._blocks // self.machine.multiprocessors))
 
     @property
     def waves(self) -> float:
         """How often the machine is filled with programs."""
-        return self.asked.programs / max(1, self.occupancy.programs * self.machine.multiprocessors)
+        return self._blocks / max(1, self.occupancy.programs * self.machine.multiprocessors)
 
     @property
     def in_flight(self) -> int:
         """Bytes that a multiprocessor has asked for at a time, if all its programs do at once."""
-        return self.resident * self.asked.in_flight
+        return self.resident * self.asked.in_flight // self.schedule.cluster
+
+    @property
+    def _blocks(self) -> int:
+        return self.asked.programs * self.schedule.cluster
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,8 @@ def _floor(kernel: Kernel, moved: int, instructions: Instructions, machine: Mach
 
 def _launches(made: Target, machine: Machine, backend: str) -> tuple[LaunchCost, ...]:
     knobs = measured(made.layout, backend, machine.device)
-    scheduled = made.scheduled(backend, machine.multiprocessors, knobs)
-    program = made.program(backend, machine.multiprocessors, knobs)
+    asked_of = (backend, machine.multiprocessors, knobs, capability(machine.arch))
+    scheduled, program = made.scheduled(*asked_of), made.program(*asked_of)
     out: list[LaunchCost] = []
     for asked, p in zip(traffic.traffic(scheduled, made.layout.dims), program.launches, strict=True):
         b = binary(made, p, machine.arch)

@@ -93,6 +93,7 @@ def cuda_source(target: Target, launches: Sequence[Program]) -> str:
                 "entry": p.entry,
                 "grid": grid(target, p).text(),
                 "threads": p.schedule.threads,
+                "cluster": p.schedule.cluster,
                 "shared": p.shared_bytes,
                 "arguments": _columns(
                     (name, argument_text(target, p, a)) for a, name in zip(p.args, _c_names(p), strict=True)
@@ -131,6 +132,12 @@ def share_texts(target: Target, program: Program) -> list[str]:
         *(f"{s.dim} = {s.text(word)}" for s in found),
         f"{word}: those of the device ({multiprocessors(program)} in the timings of the schedule). Any number of",
         "shares from 1 on is right; more than run at once take no less time. It alone decides the order of a sum.",
+        *(
+            f"Of {s.dim}, as many as cudaOccupancyMaxActiveClusters says: clusters need {s.cluster} multiprocessors "
+            "that lie together."
+            for s in found
+            if s.cluster > 1
+        ),
     ]
 
 

@@ -1,8 +1,8 @@
 """Generated CUDA C on a CPU: compiled by g++ against `templates/cuda/host/kgen_host.hpp`, run by fibres.
 
 The text of a kernel is not changed. The header stands in for the device primitives, and says which names it defines,
-what is simulated and what is not. In short: grids, blocks, warps with masks, shared memory, barriers, shuffles,
-votes and atomics are simulated; the device's weak memory order, clusters, asynchronous copies, tensor cores and
+what is simulated and what is not. In short: grids, clusters, blocks, warps with masks, shared memory, barriers,
+shuffles, votes and atomics are simulated; the device's weak memory order, asynchronous copies, tensor cores and
 spinning on another thread's store are not. Each thread is a fibre that runs until its next barrier or collective;
 blocks are spread over system threads. What is undefined on a device is an error here where it can be seen: a barrier
 that not all threads reach, a shuffle from a lane that takes no part, a misaligned vector access, an index outside an
@@ -96,6 +96,7 @@ class _Kernel(ctypes.Structure):
         ("invoke", ctypes.c_void_p),
         ("shared_anchor", ctypes.c_void_p),
         ("dynamic_shared", ctypes.c_void_p),
+        ("cluster", ctypes.c_int),
         ("parameter_count", ctypes.c_int),
         ("parameters", ctypes.POINTER(_Parameter)),
     ]
@@ -186,6 +187,12 @@ class HostKernel:
             raise HostLaunchError(
                 f"kernel {self.name!r}: the block has {count} threads; at most {_BLOCK_THREADS} are allowed"
             )
+        cluster = self._exported.cluster
+        if cluster > 1 and (grid[0] % cluster or count % 32):
+            raise HostLaunchError(
+                f"kernel {self.name!r} has clusters of {cluster} blocks, and the grid {grid[0]} blocks of {count} "
+                f"threads; expected a multiple of {cluster} blocks, and of 32 threads"
+            )
         if not 0 <= shared_bytes <= DYNAMIC_SHARED_LIMIT:
             raise HostLaunchError(
                 f"kernel {self.name!r}: {shared_bytes} bytes of shared memory; expected 0 to {DYNAMIC_SHARED_LIMIT}"
@@ -262,6 +269,7 @@ _runtime: ctypes.CDLL | None = None
 
 
 _DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+([^;{}]*?)\b(\w+)\s*\[\s*\]")
+_CLUSTER = r"__cluster_dims__\s*\(\s*(\w+)\s*,\s*1\s*,\s*1\s*\)\s*(?:__launch_bounds__\s*\([^()]*\)\s*)?{entry}\s*\("
 _ALIGNMENT = re.compile(r"(?:__align__|alignas)\s*\([^()]*\)")
 
 
@@ -276,9 +284,10 @@ def _translation_unit(source: str, entry: str) -> str:
     for kind, name in declared:
         define = f"alignas(128) thread_local {kind} {name}[kgen_host::kDynamicSharedLimit / sizeof({kind})];\n"
         address = name
+    clusters = re.findall(_CLUSTER.format(entry=re.escape(entry)), source)
     return (
         f'#include "kgen_host.hpp"\n#line 1 "{entry}.cu"\n{source}\n'
-        f'#line 1 "kgen_host_export"\n{define}KGEN_HOST_KERNEL({entry}, {address})\n'
+        f'#line 1 "kgen_host_export"\n{define}KGEN_HOST_KERNEL({entry}, {address}, {clusters[0] if clusters else 1})\n'
     )
 
 

@@ -95,7 +95,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "barrier": Mutation(
         "a barrier is missing",
-        {"cuda": ((r"^\s*__syncthreads\(\);\n", "", 0),)},
+        {"cuda": ((r"^\s*(?:__syncthreads|cluster_barrier)\(\);\n", "", 0),)},
     ),
     "rows": Mutation(
         "rows past the last one enter a sum over programs",

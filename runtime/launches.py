@@ -68,17 +68,21 @@ class Share:
     """Among how many programs a sum is shared out: the run-time dimension `dim`.
 
     steps: the loop over all summed points has so many, and no more programs have work. blocks: programs that each share
-    takes, for the elements that are kept. resident: programs that a multiprocessor holds at a time.
+    takes, for the elements that are kept. resident: programs that a multiprocessor holds at a time; where a program is
+    a `cluster` of blocks, blocks.
     """
 
     dim: str
     steps: Count
     blocks: Count
     resident: int
+    cluster: int = 1
 
     def text(self, multiprocessors: str, spell: Spell = str, ceil: str = "ceil({} / {})", floor: str = "//") -> str:
         """As many as fill the device: `max(1, min(8 * multiprocessors, ceil(M / 8)))`."""
         most = f"{self.resident} * {multiprocessors}"
+        if self.cluster > 1:
+            most += f" {floor} {self.cluster}"
         if self.blocks.constant is None:
             most += f" {floor} max(1, {self.blocks.text(spell, ceil)})"
         elif self.blocks.constant > 1:
@@ -88,7 +92,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Grid:
-    """The number of programs of a launch: `blocks`, times the shares where it makes partial sums."""
+    """The number of blocks of a launch: `blocks`, times the shares where it makes partial sums."""
 
     blocks: Count
     split: str | None = None
@@ -125,14 +129,14 @@ class Workspace:
 
 
 def grid(target: Target, program: Program) -> Grid:
-    """How many programs a launch of `target` has."""
-    stage = program.stage
-    if stage is None:
-        return Grid(Count(points(target), program.schedule.rows))
-    return Grid(_blocks(target, program, stage), stage.sums.dim if stage.sums.split is not None else None)
+    """How many blocks a launch of `target` has: one for each program, or those of its cluster."""
+    stage, cluster = program.stage, program.schedule.cluster
+    programs = Count(points(target), program.schedule.rows) if stage is None else _programs(target, program, stage)
+    blocks = Count(programs.of * Poly.const(cluster), programs.per) if cluster > 1 else programs  # of one row each
+    return Grid(blocks, stage.sums.dim if stage is not None and stage.sums.split is not None else None)
 
 
-def _blocks(target: Target, program: Program, stage: Stage) -> Count:
+def _programs(target: Target, program: Program, stage: Stage) -> Count:
     if stage.sums.columns:
         return Count(_product(target, stage.sums.row_axes(stage.kernel)), program.schedule.rows)
     return Count(_product(target, stage.sums.block_axes(stage.kernel)))
@@ -146,7 +150,8 @@ def shares(target: Target, program: Program) -> list[Share]:
             sums = p.stage.sums
             over = _product(target, sums.over_axes(p.stage.kernel))
             steps = Count(over) if sums.columns else Count(over, p.schedule.rows)
-            out.append(Share(sums.dim, steps, _blocks(target, p, p.stage), sums.blocks))
+            each = _programs(target, p, p.stage)
+            out.append(Share(sums.dim, steps, each, sums.blocks, p.schedule.cluster))
     return out
 
 
@@ -158,7 +163,7 @@ def device_word(target: Target) -> str:
 def multiprocessors(program: Program) -> int:
     """Those of the device that the schedules of a kernel with sums were chosen for."""
     assert program.stage is not None  # has sums
-    return program.schedule.programs // program.stage.sums.blocks
+    return program.stage.sums.multiprocessors
 
 
 def workspaces(target: Target, program: Program) -> list[Workspace]:

@@ -39,7 +39,16 @@ def build_stages(program: Program, build: Callable[[Program], Built], device: to
     """`program` and the programs behind it, each compiled by `build`."""
     if program.stage is None:
         return build(program)
-    return _Staged(program, [build(replace(p, then=())) for p in program.launches], device)
+    parts = [build(replace(p, then=())) for p in program.launches]
+    first, *then = [_resident(p, part) for p, part in zip(program.launches, parts, strict=True)]
+    return _Staged(replace(first, then=tuple(then)), parts, device)
+
+
+def _resident(p: Program, part: Built) -> Program:
+    """`p`, a sum shared out among no more programs than run at a time: each has as many rows as the others, so a single
+    one that has to wait would double the time."""
+    most = part.resident() if p.schedule.programs else None
+    return p if not most or most >= p.schedule.programs else replace(p, schedule=replace(p.schedule, programs=most))
 
 
 class _Staged(Built):

@@ -68,7 +68,8 @@ def plan(order: Order) -> list[Planned]:
     emit = emitter(order.backend)
     out: list[Planned] = []
     seen: set[tuple[Any, ...]] = set()
-    for c in candidates(order.kernel, order.variant, order.backend, num_sms=order.num_sms, most=order.most):
+    on = {"num_sms": order.num_sms, "capability": order.capability}
+    for c in candidates(order.kernel, order.variant, order.backend, most=order.most, **on):
         program = _bare(emit(c.scheduled))
         same = tuple(
             (p.source, p.schedule.threads, p.schedule.rows, p.schedule.programs, p.shared_bytes)

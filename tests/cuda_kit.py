@@ -88,7 +88,13 @@ def run(c: Call, override: Schedule | None = None, seed: int | None = None) -> d
     )
     args = [_ctype(a)(v) for a, v in zip(program.args, values, strict=True)]
     grid = grid_size(where.kernel, where.variant, program.schedule, where.dims)
-    kernel.launch((grid, 1, 1), (program.schedule.threads, 1, 1), program.shared_bytes, args, order_seed=seed)
+    kernel.launch(
+        (grid * program.schedule.cluster, 1, 1),
+        (program.schedule.threads, 1, 1),
+        program.shared_bytes,
+        args,
+        order_seed=seed,
+    )
     return {t.name: tensors[t.name] for t in c.kernel.tensors if t.role != "in"}
 
 

@@ -71,6 +71,8 @@ class FakeDriver:
     contextless: set[int] = field(default_factory=set)  # threads that have no context yet
     entered: list[int] = field(default_factory=list)  # devices that were made current for a launch
     programs: list[tuple[Program, Any]] = field(default_factory=list)
+    clusters: int = 1000  # that run at a time
+    asked: list[tuple[str, LaunchConfig]] = field(default_factory=list)  # about clusters
 
     def library(self) -> Any:
         """The functions, to be called through ctypes."""
@@ -84,6 +86,7 @@ class FakeDriver:
             cuModuleLoadData = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER)(self._load)
             cuModuleGetFunction = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER, ctypes.c_char_p)(self._function)
             cuFuncSetAttribute = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, ctypes.c_int, ctypes.c_int)(lambda *_: 0)
+            cuOccupancyMaxActiveClusters = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER, POINTER)(self._clusters)
 
         return Library()
 
@@ -110,6 +113,12 @@ class FakeDriver:
         except HostLaunchError:
             return ILLEGAL_ADDRESS
         return 0
+
+    def _clusters(self, out: int, function: int, config_at: int) -> int:
+        config = LaunchConfig.from_buffer_copy(ctypes.string_at(config_at, ctypes.sizeof(LaunchConfig)))
+        self.asked.append((self.programs[function - 1][0].entry, config))
+        ctypes.c_int.from_address(out).value = self.clusters
+        return self.code
 
     def _get_current(self, out: int) -> int:
         here = threading.get_ident() not in self.contextless

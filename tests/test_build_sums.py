@@ -24,6 +24,7 @@ from kgen.codegen.cuda import host_source
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Schedule
 from kgen.codegen.tolerance import compare
+from kgen.dsl.parser import parse_text
 from kgen.runtime import build as building
 from kgen.runtime import launches
 from kgen.runtime.ahead import Choices, target
@@ -58,8 +59,14 @@ kernel wide(x: f32[*M, K]) -> (y: f32[K]):
     parallel m in M
     tile k in K
     y[k] += x[m, k] - mean(x[m, k], k)
+
+kernel clustered(x: f32[*M, L]) -> (y: f32[*M, L], s: f32[L]):
+    parallel m in M
+    tile l in L
+    y[m, l] = x[m, l] - mean(x[m, l], l)
+    s[l] += x[m, l] * max(x[m, l], l)
 """
-WIDE = 20001
+WIDE, CLUSTERED = 150001, 20001
 
 
 def pasted(file: str, *options: str) -> str:
@@ -84,7 +91,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file, dims in ((SUMS, "N=96,G=3,B=5,S=7,H=3,D=16"), (folder / "pasted.kdsl", "N=96")):
             code, _, err = run("build", file, *small, "--dim", dims, "--out", folder / file.stem)
             assert code == 0, err
-        code, _, err = run("build", folder / "hostile.kdsl", "--dim", f"N=33,K={WIDE}", "--out", folder / "hostile")
+        code, _, err = run(
+            "build", folder / "hostile.kdsl", "--dim", f"N=33,K={WIDE},L={CLUSTERED}", "--out", folder / "hostile"
+        )
         assert code == 0, err
     return folder
 
@@ -113,7 +122,8 @@ def cases(rows: int) -> list[tuple[str, str, dict[str, torch.Tensor]]]:
         ("sums", "counts", {"t": torch.arange(rows) % 7, "n": torch.arange(rows, dtype=torch.int32)}),
         ("sums", "head_sums", {"x": randn(rows, 7, 3, 16)}),
         ("hostile", "launch_1", {"SPLITS": randn(rows, 33)}),
-        ("hostile", "wide", {"x": randn(min(rows, 5), WIDE)}),
+        ("hostile", "wide", {"x": randn(min(rows, 3), WIDE)}),
+        ("hostile", "clustered", {"x": randn(min(rows, 5), CLUSTERED)}),
     ]
 
 
@@ -249,14 +259,15 @@ def test_one_cubin_holds_all_kernels_of_a_cu(built: Path) -> None:
 
 def test_cu_files_compile_alone_and_say_how_to_launch(built: Path) -> None:
     names = sorted(str(p.relative_to(built)) for p in built.rglob("*.cu"))
-    assert len(names) == 12
+    assert len(names) == 13
     script = f"""
 from cupy_backends.cuda.libs import nvrtc
 for name in {names!r}:
     text = open(name).read()
     assert "#include" not in text, name
     program = nvrtc.createProgram(text, name, (), ())
-    nvrtc.compileProgram(program, ("--std=c++17", "--gpu-architecture=sm_80"))
+    arch = "sm_90" if "__cluster_dims__" in text else "sm_80"
+    nvrtc.compileProgram(program, ("--std=c++17", "--gpu-architecture=" + arch))
     print(name)
 """
     assert clean(script, built).split() == names
@@ -270,6 +281,11 @@ for name in {names!r}:
         assert f"//   {w['name']}" in head
         assert f"{w['dtype']}[{', '.join(w['shape'])}], {w['bytes']} bytes" in head
     assert f"SPLITS = {own['shares'][0]['programs']}" in head
+    in_clusters = entry(built, "hostile", "clustered")["backends"]["cuda"]
+    assert in_clusters["launches"][0]["schedule"]["cluster"] == in_clusters["shares"][0]["blocks_per_program"] == 2
+    head = (built / "hostile" / "clustered.cu").read_text().split("\n\n")[0]
+    assert "//   grid    SPLITS * 2 blocks" in head and "//   cluster 2 blocks, which is compiled in" in head
+    assert "SPLITS = max(1, min(1 * multiprocessors // 2, M))" in head and "cudaOccupancyMaxActiveClusters" in head
     zeroed = entry(built, "hostile", "wide")["backends"]["cuda"]["workspaces"]
     assert [w["zeroed"] for w in zeroed] == [True]
     assert "zero before the first launch" in (built / "hostile" / "wide.cu").read_text()
@@ -278,11 +294,12 @@ for name in {names!r}:
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("rows", [1, 131, 100_000])
 def test_formulas_give_what_a_call_through_kgen_takes(backend: str, rows: int) -> None:
-    module = read(SUMS).module
+    module, wide = read(SUMS).module, parse_text(HOSTILE, "hostile.kdsl")
     names = {"ceil": math.ceil, "max": max, "min": min, "__builtins__": {}}
-    choices = Choices({"M": rows, "N": 96, "G": 3, "B": rows, "S": 7, "H": 3, "D": 16}, "f32")
-    for declared in module.kernels:
-        made = target(module, declared, choices)
+    choices = Choices({"M": rows, "N": 96, "G": 3, "B": rows, "S": 7, "H": 3, "D": 16, "L": CLUSTERED}, "f32")
+    clustered = next(k for k in wide.kernels if k.name == "clustered")
+    for declared in (*module.kernels, clustered):
+        made = target(wide if declared is clustered else module, declared, choices)
         program = made.program(backend)
         layouts, allocated = stage_layouts(program, made.layout)
         sizes: dict[str, Any] = {**made.layout.dims, **choices.dims}
@@ -292,7 +309,8 @@ def test_formulas_give_what_a_call_through_kgen_takes(backend: str, rows: int) -
         for w, there in zip(launches.workspaces(made, program), allocated, strict=True):
             assert tuple(eval(str(p), names, sizes) for p in w.shape) == there.shape, declared.name
         for p, where in zip(program.launches, layouts, strict=True):
-            assert eval(launches.grid(made, p).text(), names, sizes) == programs(p, where), p.entry
+            grid = eval(launches.grid(made, p).text(), names, sizes)
+            assert grid == programs(p, where) * p.schedule.cluster, p.entry
 
 
 # ---- Triton --------------------------------------------------------------------------------------------------------

@@ -84,8 +84,17 @@ def groups() -> ir.Kernel:
     ],
 )
 def test_cuda_rows(columns: int, threads: int, rows: int, vector: int, looped: bool) -> None:
+    s = schedule_kernel(norm(), variant(norm(), {"N": columns}), "cuda", capability=80).schedule
+    assert (s.threads, s.rows, s.vector, bool(s.chunks), s.cluster) == (threads, rows, vector, looped, 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "vector", "cluster", "looped"),
+    [(65536, 8, 1, False), (65537, 1, 4, False), (131072, 8, 2, False), (524288, 8, 8, False), (1 << 20, 8, 1, True)],
+)
+def test_cuda_rows_in_clusters(columns: int, vector: int, cluster: int, looped: bool) -> None:
     s = schedule_kernel(norm(), variant(norm(), {"N": columns}), "cuda").schedule
-    assert (s.threads, s.rows, s.vector, bool(s.chunks)) == (threads, rows, vector, looped)
+    assert (s.threads, s.rows, s.vector, s.cluster, bool(s.chunks)) == (1024, 1, vector, cluster, looped)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +213,7 @@ def test_every_element_has_one_place(which: str, n: int, i: int, j: int) -> None
     for count in lay.digits:
         assert count & (count - 1) == 0
         total *= count
-    assert total == s.schedule.threads and 32 <= total <= 1024
+    assert total == s.schedule.threads * s.schedule.cluster and 32 <= s.schedule.threads <= 1024
     for a in lay.axes:
         places = [
             (slot * a.threads + digit) * a.vector + lane

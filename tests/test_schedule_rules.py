@@ -130,8 +130,8 @@ def test_what_is_not_set_stays_as_the_ladders_have_it() -> None:
 def test_chunks_and_whole_rows() -> None:
     text = norm("schedule cuda when N < 8192: chunk[n] = 512", "schedule cuda: threads = 1024, chunk[n] = whole")
     assert schedule(text).chunks == (("n", 512),)
-    assert schedule(norm(), dims={"N": 65536}, dtype="f32").chunks
-    assert schedule(text, dims={"N": 65536}, dtype="f32").chunks == ()
+    assert schedule(norm(), dims={"N": 1 << 19}, dtype="f32").chunks
+    assert schedule(text, dims={"N": 1 << 19}, dtype="f32").chunks == ()
 
 
 def test_inside_a_compile_time_branch() -> None:

@@ -14,7 +14,7 @@ from kgen.codegen.cuda.hoist import hoist
 from kgen.codegen.cuda.plan import Space
 from kgen.codegen.cuda.prelude import Pack
 from kgen.codegen.cuda.reserved import RESERVED
-from kgen.codegen.cuda.text import CExpr, Lines, binary, cast, compute_type, integer
+from kgen.codegen.cuda.text import MUL, CExpr, Lines, binary, cast, compute_type, integer
 from kgen.codegen.layout import AxisLayout, layout_of
 from kgen.codegen.names import Names
 from kgen.codegen.narrow import Label
@@ -97,6 +97,9 @@ class Context:
         self.constants: dict[str, tuple[str, str]] = {}  # constexpr name: (value, remark)
         self.unsynced: set[str] = set()  # inout tensors that a barrier has to stand before a store to
         self.shared_bytes = 0
+        # In a loop over rows of a cluster: which of two buffers holds the slots of this row.
+        self.turn: str | None = None
+        self.meets = False  # whether the blocks of a cluster write to each other
         self.index_type = "long long" if self.variant.wide else "int"
         self._temporaries: dict[str, str] = {}
         self._params = {
@@ -279,13 +282,38 @@ class Context:
 
     def thread(self, digit: int) -> str:
         """The thread's digit `digit` as an identifier that the prologue defines."""
-        if self.layout.digits[digit] == self.schedule.threads:
+        if self.layout.digits[digit] == self.schedule.team:
             self.prologue.add("#tid")
             return self.temporary("tid")
         self.prologue.add(f"#digit{digit}")
         if not self.flat and digit == self.layout.row.digit:
             return self.temporary("row")
         return self.temporary("_".join(a.name for a in self.layout.axes if a.digit == digit) + "_thread")
+
+    def program(self) -> CExpr:
+        """The number of the program, unsigned: of the block, or of its cluster."""
+        block = CExpr("blockIdx.x", "unsigned")
+        return block if self.schedule.cluster == 1 else CExpr(f"{block} / {self._cluster}", "unsigned", MUL)
+
+    def number(self) -> str:
+        """The thread's number in its program."""
+        if self.schedule.cluster == 1:
+            return "threadIdx.x"
+        self.constants["THREADS"] = (str(self.schedule.threads), "")
+        return f"blockIdx.x % {self._cluster} * THREADS + threadIdx.x"
+
+    def team(self) -> CExpr:
+        """The named constant that is the number of threads of a program."""
+        self.constants["THREADS"] = (str(self.schedule.threads), "")
+        if self.schedule.cluster == 1:
+            return CExpr("THREADS", "int")
+        self.constants["ROW_THREADS"] = (f"{self._cluster} * THREADS", "")
+        return CExpr("ROW_THREADS", "int")
+
+    @property
+    def _cluster(self) -> str:
+        self.constants["CLUSTER"] = (str(self.schedule.cluster), "")
+        return "CLUSTER"
 
     def rows_total(self) -> CExpr:
         """The number of rows of the call: the product of the extents that the row index flattens."""
@@ -348,8 +376,19 @@ class Context:
 
     def barrier(self) -> None:
         """All threads of the program wait for each other."""
-        self.lines.add("__syncthreads();")
+        if self.schedule.cluster == 1:
+            self.lines.add("__syncthreads();")
+        else:
+            self.meet()
+            self.lines.add(f"{self.helper('cluster_barrier')}();")
         self.unsynced.clear()
+
+    def meet(self) -> None:
+        """Before blocks of a cluster meet for the first time, and before the first store to another one's memory: all
+        of them have started."""
+        if not self.meets:
+            self.meets = True
+            self.lines.add(f"{self.helper('cluster_wait')}();")
 
 
 def is_zero(p: Poly) -> bool:

@@ -65,14 +65,18 @@ class _Emitter:
             if (ahead := row_ahead(ctx)) is not None:
                 emit_prefetch(ctx, ahead, "the row of a program that follows")
             self._steps()
-            head = [(f"    {line}", None) for line in indices.prologue(ctx)]
-            head += [(f"    {line}", None) for line in self._pointers()]
+            before = [*indices.prologue(ctx), *self._pointers()]
         else:
-            head = [(f"    {line}", None) for line in emit_sums(ctx, sums, self._steps, self._stores, self._pointers)]
+            before = emit_sums(ctx, sums, self._steps, self._stores, self._pointers)
+        if ctx.meets:
+            before.insert(0, f"{ctx.helper('cluster_arrive')}();")
+        head: list[tuple[str, Span | None]] = [(f"    {line}", None) for line in before]
         body = ctx.lines
         if head and body.items:
             head.append(("", None))
         ctx.constants["THREADS"] = (str(ctx.schedule.threads), "")
+        if ctx.schedule.cluster > 1:
+            ctx.constants["CLUSTER"] = (str(ctx.schedule.cluster), "")
         lines = [*head, *body.items]
         text = "\n".join(line for line, _ in body.items)
         ctx.helpers |= {name for name in ("INFINITY", "NAN") if re.search(rf"\b{name}\b", text)}
@@ -86,14 +90,15 @@ class _Emitter:
             primitives_begin=_BEGIN,
             primitives_end=_END,
             helpers=helpers,
+            cluster="CLUSTER, 1, 1" if ctx.schedule.cluster > 1 else "",
             bounds="THREADS" if sums is None or sums.split is None else f"THREADS, {sums.blocks}",
             constants=[(name, *value) for name, value in ctx.constants.items()],
             entry=ctx.entry,
             parameters=[self._parameter(a) for a in ctx.args],
             body=[text for text, _ in lines],
         )
-        before = source[: source.rindex("\n{\n") + 3].count("\n")
-        spans: list[Span | None] = [*[None] * before, *(span for _, span in lines), None]
+        above = source[: source.rindex("\n{\n") + 3].count("\n")
+        spans: list[Span | None] = [*[None] * above, *(span for _, span in lines), None]
         return Program(
             backend="cuda",
             entry=ctx.entry,
@@ -260,6 +265,8 @@ class _Emitter:
         out = [*k.doc.strip().splitlines(), ""] if k.doc.strip() else []
         out.append(f"{k.name}({inputs})" + (f" -> ({outputs})" if outputs else "") + f", generated from {path}.")
         threads = f"{s.threads} threads a block"
+        if s.cluster > 1:
+            threads += f", {s.cluster} blocks a cluster (sm_90 or later)"
         if ctx.flat:
             a = ctx.layout.row
             out.append(f"{threads}, each with {a.slots * a.vector} points in vectors of {a.vector}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kgen.codegen.cuda.context import ROW, Context
 from kgen.codegen.cuda.plan import Space
 from kgen.codegen.cuda.text import COND, CExpr, binary, cast, integer
@@ -74,7 +76,7 @@ def thread_and_tiles(ctx: Context) -> tuple[list[str], list[str]]:
     if need & {"#lane", "#warp"} or digits:
         need.add("#tid")
     if "#tid" in need:
-        out.append(f"const int {tid} = threadIdx.x;")
+        out.append(f"const int {tid} = {ctx.number()};")
     out += digits
     if "#lane" in need:
         out.append(f"const int {ctx.temporary('lane')} = {tid} % 32;")
@@ -89,7 +91,7 @@ def _digit(ctx: Context, d: int, count: int) -> str:
     stride = ctx.layout.stride(d)
     tid = ctx.temporary("tid")
     text = tid if stride == 1 else f"{tid} / {stride}"
-    return text if stride * count == ctx.schedule.threads else f"{text} % {count}"
+    return text if stride * count == ctx.schedule.team else f"{text} % {count}"
 
 
 def _position(ctx: Context, a: AxisLayout) -> CExpr:
@@ -97,7 +99,7 @@ def _position(ctx: Context, a: AxisLayout) -> CExpr:
     thread = CExpr(ctx.thread(a.digit), "int") if a.threads > 1 else None
     total = thread
     if a.slots > 1:
-        threads = CExpr("THREADS", "int") if a.threads == ctx.schedule.threads else integer(a.threads)
+        threads = ctx.team() if a.threads == ctx.schedule.team else integer(a.threads)
         slot = CExpr(ctx.slot(a.name), "int")
         total = binary("*", slot, threads) if a.threads > 1 else slot
         if thread is not None:
@@ -126,8 +128,8 @@ def _block(ctx: Context) -> CExpr:
     if ctx.scheduled.sums is not None and ctx.scheduled.sums.split is not None:
         ctx.prologue.add("#block")
         return CExpr(ctx.temporary("block"), ctx.index_type)
-    block = CExpr("blockIdx.x", "int")
-    return cast("long long", CExpr("blockIdx.x", "unsigned")) if ctx.variant.wide else block
+    program = ctx.program()
+    return cast("long long", program) if ctx.variant.wide else replace(program, type="int")
 
 
 def rows_constant(ctx: Context) -> str:

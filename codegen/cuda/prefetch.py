@@ -65,7 +65,7 @@ def emit_prefetch(ctx: Context, loop: RowLoop, what: str) -> None:
             type = storage_type(ctx.kernel.tensor(load.tensor).dtype)
             ctx.lines.add(f"const {type}* {name} = {value};")
         for axis, elements in dict.fromkeys(_grain(ctx, load) for load in wanted):
-            line, by = ctx.names.fresh(f"{axis}_line"), f"THREADS * {elements}"
+            line, by = ctx.names.fresh(f"{axis}_line"), f"{ctx.team()} * {elements}"
             extent = ctx.extent_constant(axis)
             start = f"{ctx.temporary('tid')} * {elements}"
             with ctx.block(f"for (int {line} = {start}; {line} < {extent}; {line} += {by})"):

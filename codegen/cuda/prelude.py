@@ -12,6 +12,9 @@ PRIMITIVES = frozenset(
     {
         "cvt_f32_f16", "cvt_f16_f32", "cvt_bf16_f32", "cvt_f16_f64", "cvt_bf16_f64", "cvt_f16x2_f32",
         "cvt_bf16x2_f32", "exp2_approx", "prefetch_l2", "store_streaming",
+        "cluster_arrive", "cluster_wait", "cluster_barrier",
+        "store_to_block_float", "store_to_block_int", "store_to_block_double", "store_to_block_long long",
+        "store_to_block_bool",
     }
 )  # fmt: skip
 
@@ -22,6 +25,7 @@ _CALLS = {
     "cvt_bf16_f64": ("cvt_bf16_f32",),
     "exp_approx": ("exp2_approx",),
     "sigmoid_f32": ("exp_approx",),
+    "cluster_wait": ("cluster_arrive",),
 }
 
 

@@ -4,6 +4,10 @@ A reduction over some axes combines the threads whose numbers differ in the bits
 lanes of one warp: shuffles. The others are warps: one slot a warp in shared memory, one barrier, and every
 thread combines the slots again in the same order, so all have the same bits. Reductions that are finished at one
 place share the barrier.
+
+In a cluster warps are numbered through all its blocks, the rank of the block first. Each warp writes its slot into the
+shared memory of every block, so that behind the barrier, which is then the cluster's, all is read from the own one. In
+a loop over rows two sets of slots take turns: what is written two rows later, all have read, as they have met since.
 """
 
 from __future__ import annotations
@@ -201,19 +205,31 @@ def finish(ctx: Context, accumulators: list[Accumulator]) -> bool:
             slots.append(_slots(ctx, acc, within, above))
     if not slots:
         return False
-    if sum(s.bytes for s in slots) <= SHARED_LIMIT:
+    if any(s.remote for s in slots):
+        ctx.meet()
+    sets = 1 if ctx.turn is None else 2
+    if sum(s.bytes for s in slots) * sets <= SHARED_LIMIT:
+        turn = f"[{ctx.turn}]" if sets > 1 else ""
         for s in slots:
-            s.declare(ctx, s.shape)
+            s.declare(ctx, (sets, *s.shape) if sets > 1 else s.shape)
         for s in slots:
-            for_each(ctx, s.acc.holder, lambda where, s=s: s.write(ctx, where, where))
-        ctx.barrier()
+            for_each(ctx, s.acc.holder, lambda where, s=s: s.write(ctx, where, turn + where))
+        _barrier(ctx, slots)
         for s in slots:
-            for_each(ctx, s.acc.holder, lambda where, s=s: s.read(ctx, where, where))
+            for_each(ctx, s.acc.holder, lambda where, s=s: s.read(ctx, where, turn + where))
     else:
         for s in slots:
             s.declare(ctx, ())
             for_each(ctx, s.acc.holder, lambda where, s=s: s.in_turn(ctx, where))
     return True
+
+
+def _barrier(ctx: Context, slots: list[Slots]) -> None:
+    """Behind what was written to `slots`: the threads meet that read them."""
+    if ctx.schedule.cluster == 1 or any(s.remote for s in slots) or ctx.unsynced:
+        ctx.barrier()
+    else:
+        ctx.lines.add("__syncthreads();")
 
 
 def _slots(ctx: Context, acc: Accumulator, within: list[_Bits], above: list[_Bits]) -> Slots:
@@ -231,7 +247,9 @@ def _slots(ctx: Context, acc: Accumulator, within: list[_Bits], above: list[_Bit
     holders = (acc.holder, acc.at) if acc.at else (acc.holder,)
     arrays = tuple((ctx.names.fresh(f"{h.name}_slots"), h) for h in holders)
     shape = array_shape(ctx, acc.holder)
-    return Slots(acc, above, ctx.schedule.threads // WARP, lanes, number, writer, arrays, shape)
+    warps = ctx.schedule.team // WARP
+    remote = above[-1].high * WARP > ctx.schedule.threads
+    return Slots(acc, above, warps, lanes, number, writer, arrays, shape, remote)
 
 
 def _shuffle(ctx: Context, acc: Accumulator, where: str, ranges: list[_Bits]) -> None:
@@ -270,7 +288,8 @@ class Slots:
     """The slots in shared memory of one reduction: `[elements of the accumulator][lanes][warps]`.
 
     `above`: the bits of the warp number that are combined. `lanes`: how many lanes of a warp hold different values;
-    `number` is the lane's number among them, `writer` the condition under which it writes (empty: always).
+    `number` is the lane's number among them, `writer` the condition under which it writes (empty: always). `remote`:
+    whether warps of other blocks of the cluster have parts, so that slots are written to all of its blocks.
     """
 
     acc: Accumulator
@@ -281,6 +300,7 @@ class Slots:
     writer: str
     arrays: tuple[tuple[str, Holder], ...]
     shape: tuple[int, ...]
+    remote: bool = False
 
     @property
     def bytes(self) -> int:
@@ -296,6 +316,9 @@ class Slots:
 
     def write(self, ctx: Context, where: str, slot: str) -> None:
         """One slot a warp: element `where` of the accumulator to element `slot` of the arrays."""
+        if self.remote:
+            self._write_all(ctx, where, slot)
+            return
         ctx.prologue |= {"#lane", "#warp"} if self.writer or self.lanes > 1 else {"#warp"}
         warp = ctx.temporary("warp")
         head = f"if ({self.writer}) " if self.writer else ""
@@ -307,21 +330,45 @@ class Slots:
             for name, h in self.arrays:
                 ctx.lines.add(f"{name}{slot}{self._lane}[{warp}] = {h.name}{where};")
 
+    def _write_all(self, ctx: Context, where: str, slot: str) -> None:
+        """The same to all blocks of the cluster: where the lanes of a warp agree on its value, a lane to each."""
+        ctx.prologue |= {"#lane", "#warp"}
+        warp, rank = ctx.temporary("warp"), ctx.temporary("rank")
+        if self.lanes == 1:
+            rank, head = ctx.temporary("lane"), f"if ({ctx.temporary('lane')} < CLUSTER)"
+        else:
+            ctx.lines.add("#pragma unroll")
+            head = f"for (int {rank} = 0; {rank} < CLUSTER; ++{rank})" + (f" if ({self.writer})" if self.writer else "")
+        stores: list[str] = []
+        for name, h in self.arrays:
+            ctx.helper(f"store_to_block_{h.type}")
+            stores.append(f"store_to_block(&{name}{slot}{self._lane}[{warp}], {rank}, {h.name}{where});")
+        if len(stores) == 1:
+            ctx.lines.add(f"{head} {stores[0]}")
+            return
+        with ctx.block(head):
+            for line in stores:
+                ctx.lines.add(line)
+
     def read(self, ctx: Context, where: str, slot: str) -> None:
         """Combine the slots of all warps that hold parts of the same element, in the order of their numbers."""
-        warp, lane = ctx.temporary("warp"), ctx.temporary("lane")
+        warp, lane, i = ctx.temporary("warp"), ctx.temporary("lane"), ctx.temporary("i")
         count = prod(b.high // b.low for b in self.above)
         first = self._first(warp)
         if count > SERIAL_SLOTS and self.lanes == 1 and len(self.above) == 1 and self.above[0].low == 1:
             ctx.prologue.add("#lane")
-            part = lane if count == WARP else f"{lane} % {count}"
+            part = lane if count >= WARP else f"{lane} % {count}"
             index = f"{first} + {part}" if first else part
             for name, h in self.arrays:
                 ctx.lines.add(f"{h.name}{where} = {name}{slot}[{index}];")
-            _shuffle(ctx, self.acc, where, [_Bits(1, count)])
+            if count > WARP:
+                ctx.lines.add("#pragma unroll")
+                with ctx.block(f"for (int {i} = {WARP}; {i} < {count}; {i} += {WARP})"):
+                    values = [CExpr(f"{name}{slot}[{index} + {i}]", h.type) for name, h in self.arrays]
+                    ctx.lines.add(take(ctx, self.acc, where, values[0], values[-1]))
+            _shuffle(ctx, self.acc, where, [_Bits(1, min(count, WARP))])
             return
         # The first slot, then the others: a zero would be one more term.
-        i = ctx.temporary("i")
         for name, h in self.arrays:
             ctx.lines.add(f"{h.name}{where} = {name}{slot}{self._lane}[{first or 0}];")
         ctx.lines.add("#pragma unroll")
@@ -333,9 +380,9 @@ class Slots:
     def in_turn(self, ctx: Context, where: str) -> None:
         """Write, wait, read, wait: for slots that serve one element after the other."""
         self.write(ctx, where, "")
-        ctx.barrier()
+        _barrier(ctx, [self])
         self.read(ctx, where, "")
-        ctx.barrier()
+        _barrier(ctx, [self])
 
     @property
     def _lane(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import ROW, Context, Holder
@@ -39,15 +40,22 @@ def emit_sums(
         ctx.partials[s.tensor, s.at] = _accumulator(ctx, sums, s)
     loop = _Loop(ctx, sums)
     header = loop.header()
+    if ctx.schedule.cluster > 1:
+        ctx.turn = ctx.names.fresh("turn")
+        ctx.meets = True  # in front of the loop
     ctx.visible.append(set())
     with ctx.capture() as row:
         row.depth += 1
         if loop.rows is not None and not sums.columns and sums.split is not None and ctx.schedule.ahead:
             emit_prefetch(ctx, loop.rows, "the next row" if ctx.schedule.ahead == 1 else "a row further on")
         steps()
-        if ctx.shared_bytes or ctx.scheduled.barriers:
+        if ctx.scheduled.barriers or (ctx.shared_bytes and ctx.turn is None):
             ctx.barrier()  # the next row writes the slots again
+        if ctx.shared_bytes and ctx.turn is not None:
+            ctx.lines.span = None
+            ctx.lines.add(f"{ctx.turn} ^= 1;")
     ctx.visible.pop()
+    ctx.meets = ctx.turn is not None and bool(ctx.shared_bytes or ctx.scheduled.barriers)
     ctx.behind_rows = True
     with ctx.capture() as behind:
         _combine(ctx, sums, added)
@@ -64,6 +72,10 @@ def emit_sums(
         acc = ctx.partials[s.tensor, s.at]
         define(ctx, acc.holder, constant(0, s.value.dtype))
     ctx.lines.span = None
+    if ctx.meets:
+        ctx.lines.add(f"{ctx.helper('cluster_wait')}();")
+        if ctx.shared_bytes:
+            ctx.lines.add(f"int {ctx.turn} = 0;  // which slots this row has: some may still read those of the last")
     with ctx.lines.block(header):
         for line in (*inside, *moving):
             ctx.lines.add(line)
@@ -174,16 +186,16 @@ class _Loop:
         if self.sums.columns and need & (ctx.rowwise | {ROW}):
             out = indices.definitions(ctx, ctx.layout.row, need)
         if self.sums.split is None:
-            number = CExpr("blockIdx.x", "int")
+            number = replace(ctx.program(), type="int")
             return indices.split(ctx, number, need, self.blocks) if self.blocks else out
         block = CExpr(ctx.temporary("block"), type)
         out = indices.split(ctx, block, need, self.blocks) + out if self.blocks else out
         name, splits = ctx.names[self.sums.split], ctx.size(self.sums.dim, 0)
         if not self.sums.columns and not self.blocks:
-            return [f"const {type} {name} = blockIdx.x;", *out]
+            return [f"const {type} {name} = {ctx.program()};", *out]
         return [
-            f"const {type} {name} = blockIdx.x % {splits};",
-            f"const {type} {block} = blockIdx.x / {splits};",
+            f"const {type} {name} = {ctx.program()} % {splits};",
+            f"const {type} {block} = {ctx.program()} / {splits};",
             *out,
         ]
 

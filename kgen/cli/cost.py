@@ -144,11 +144,12 @@ def _column(la: LaunchCost) -> dict[str, str]:
     again = sum(r.again for r in a.requests)
     passes = max((r.passes for r in a.requests), default=0)
     spills = used.spill_store_bytes + used.spill_load_bytes
+    blocks = " blocks" if s.cluster > 1 else ""
     by = ", ".join(fits.limited_by) if fits.programs else "one program does not fit"
     return {
         "schedule": f"{s.name}{chunks}" if s.name else "given",
         "chosen by": s.by,
-        "threads a program": str(s.threads),
+        "threads a program": str(s.threads) if s.cluster == 1 else f"{s.threads} in each of {s.cluster} blocks",
         "rows a program": str(s.rows),
         "programs": f"{a.programs:_}".replace("_", " "),
         "asks for": _bytes(a.read),
@@ -158,7 +159,7 @@ def _column(la: LaunchCost) -> dict[str, str]:
         "registers a thread": str(used.registers),
         "spilled bytes a thread": str(spills),
         "shared memory": f"{used.shared_bytes} + {la.dynamic_shared} bytes",
-        "programs a multiprocessor": f"{fits.programs} ({fits.share:.0%} of its warps)",
+        "programs a multiprocessor": f"{fits.programs}{blocks} ({fits.share:.0%} of its warps)",
         "limited by": by,
         "waves": f"{la.waves:.2f}",
         "bytes in flight": f"{_bytes(la.in_flight)} of {_bytes(round(la.machine.in_flight))} needed",
@@ -286,6 +287,7 @@ def _launch_data(la: LaunchCost) -> dict[str, Any]:
             "vector": s.vector,
             "chunks": dict(s.chunks),
             "stages": s.stages,
+            "cluster": s.cluster,
         },
         "programs": la.asked.programs,
         "requests": {

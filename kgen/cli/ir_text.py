@@ -55,7 +55,8 @@ def scheduled_text(scheduled: Scheduled) -> str:
     chunks = "".join(f", {axis} in chunks of {chunk}" for axis, chunk in s.chunks)
     name = f"{s.name}: " if s.name else ""
     stages = f", {s.stages} iterations of a loop in flight" if s.stages > 1 else ""
-    out = [f"# {name}{s.threads} threads, {s.rows} rows a program, vectors of {s.vector}{chunks}{stages}"]
+    threads = f"{s.threads} threads" + (f" in each of {s.cluster} blocks of a cluster" if s.cluster > 1 else "")
+    out = [f"# {name}{threads}, {s.rows} rows a program, vectors of {s.vector}{chunks}{stages}"]
     by = "a tuned schedule" if s.by == "tuned" else s.by
     out.append(f"# chosen by {by}" if by == "ladders" else f"# set by {by}, the rest chosen by ladders")
     v = scheduled.variant

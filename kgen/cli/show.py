@@ -227,7 +227,7 @@ def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
     from kgen.cli.cost import kernel_data
     from kgen.cli.cost import kernel_text as cost_text
     from kgen.cli.ir_text import kernel_text, scheduled_text
-    from kgen.runtime.ahead import binary
+    from kgen.runtime.ahead import binary, capability
 
     if stage == "ir":
         return _Shown(kernel_text(made.kernel))
@@ -239,21 +239,23 @@ def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
         if how.gpu:
             machine = how.machine()
             knobs = measured(where, how.backend, machine.device)
-            scheduled = made.scheduled(how.backend, machine.multiprocessors, knobs)
+            scheduled = made.scheduled(how.backend, machine.multiprocessors, knobs, capability(machine.arch))
         else:
-            scheduled = made.scheduled(how.backend)
+            scheduled = made.scheduled(how.backend, capability=capability(how.arch))
             if written(where.kernel, where.variant, how.backend) is None:  # which comes before what was measured
                 tuned = "".join(f"# tuned on {line}\n" for line in remarks(where, how.backend))
         return _Shown(tuned + "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then)))
     if stage in ("cuda", "triton"):
         # A sum over programs is several launches, each with a source of its own.
-        return _Shown("\n\n".join(p.source.strip("\n") for p in made.program(stage).launches))
+        program = made.program(stage, capability=capability(how.arch))
+        return _Shown("\n\n".join(p.source.strip("\n") for p in program.launches))
     if stage == "cost":
         from kgen.runtime.cost import kernel_cost
 
         cost = kernel_cost(made, how.machine())
         return _Shown(cost_text(cost), kernel_data(cost))
-    found = [binary(made, p, how.arch) for p in made.program(how.backend).launches]
+    program = made.program(how.backend, capability=capability(how.arch))
+    found = [binary(made, p, how.arch) for p in program.launches]
     return _Shown("\n\n".join((b.ptx if stage == "ptx" else b.sass).strip("\n") for b in found))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kgen.codegen.abi import grid_size, sum_grid
 from kgen.codegen.knobs import Knobs
-from kgen.codegen.pipeline import MULTIPROCESSORS, schedule_kernel
+from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Arg, Program
 from kgen.codegen.schedule import Scheduled
 from kgen.codegen.torch_dtypes import rounded
@@ -38,6 +38,11 @@ class Built(ABC):
     @abstractmethod
     def prepare(self, layout: Layout) -> tuple[Launch, int]:
         """How to run it on tensors of just this layout, and the number of programs (0 where that has no meaning)."""
+
+    def resident(self) -> int | None:
+        """How many programs the device runs at a time, where that is for the device to say (clusters must find their
+        multiprocessors side by side); None: as many as the schedule assumes."""
+        return None
 
 
 class Executor(ABC):
@@ -66,7 +71,12 @@ class Generated(Executor):
         self, kernel: ir.Kernel, layout: Layout, device: torch.device, cache: Cache, knobs: Knobs | None = None
     ) -> Built:
         scheduled = schedule_kernel(
-            layout.kernel, layout.variant, self.backend, num_sms=self.multiprocessors(device), knobs=knobs
+            layout.kernel,
+            layout.variant,
+            self.backend,
+            num_sms=self.multiprocessors(device),
+            knobs=knobs,
+            capability=self.capability(device),
         )
         keep_templates(cache)
         return self.load(emitter(self.backend)(scheduled), layout, device, cache)
@@ -78,6 +88,10 @@ class Generated(Executor):
     def multiprocessors(self, device: torch.device) -> int:
         """Those of `device`: what the number of programs of a sum depends on."""
         return MULTIPROCESSORS
+
+    def capability(self, device: torch.device) -> int:
+        """The compute capability of `device`, 90 for sm_90; of what only simulates one, that of the default."""
+        return CAPABILITY
 
 
 @functools.cache
@@ -142,13 +156,14 @@ class Slots:
 
 
 def programs(program: Program, layout: Layout) -> int:
-    """The size of the grid. Raises BackendError where no device could launch it."""
+    """The number of programs, each of `Schedule.cluster` blocks of the grid. Raises BackendError where no device could
+    launch them."""
     if program.stage is not None:
         known = {**dict(layout.variant.dims), **layout.dims}
         grid = sum_grid(layout.kernel, program.schedule, program.stage.sums, known)
     else:
         grid = grid_size(layout.kernel, layout.variant, program.schedule, layout.dims)
-    if grid > _GRID_LIMIT:
+    if grid * program.schedule.cluster > _GRID_LIMIT:
         raise BackendError(
             f"{layout.kernel.name}: {grid} programs are needed, and a device launches at most {_GRID_LIMIT}; "
             f"split the call along its first dimension"

@@ -36,8 +36,7 @@ class Cuda(Generated):
         return _missing_cupy()
 
     def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        properties = torch.cuda.get_device_properties(device)
-        arch = f"sm_{properties.major}{properties.minor}"
+        arch = f"sm_{self.capability(device)}"
 
         def build(p: Program) -> Built:
             cubin, _ = compiled(p, arch, cache)
@@ -47,6 +46,10 @@ class Cuda(Generated):
 
     def multiprocessors(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def capability(self, device: torch.device) -> int:
+        properties = torch.cuda.get_device_properties(device)
+        return 10 * properties.major + properties.minor
 
 
 @cache

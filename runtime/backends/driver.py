@@ -82,6 +82,16 @@ class Driver:
         assert function.value is not None  # where the driver reports success
         return function.value
 
+    def resident_clusters(self, function: int, cluster: int, threads: int, shared: int) -> int:
+        """How many clusters, of `cluster` blocks with `threads` threads and so much dynamic shared memory each, the
+        current device runs at a time."""
+        count = ctypes.c_int()
+        config = ctypes.create_string_buffer(_CONFIG.pack(cluster, 1, 1, threads, 1, 1, shared, 0, 0, 0))
+        ask = self._library.cuOccupancyMaxActiveClusters
+        ask.argtypes = [ctypes.c_void_p] * 3
+        self._check(ask(ctypes.byref(count), function, config))
+        return count.value
+
     def _check(self, code: int) -> None:
         if code:
             raise BackendError(self.what(code))
@@ -162,6 +172,14 @@ class Loaded(Built):
         grid = programs(self.program, layout)
         return DeviceLaunch(self, self.program, layout, grid), grid
 
+    def resident(self) -> int | None:
+        assert self.program is not None
+        schedule = self.program.schedule
+        if schedule.cluster == 1:
+            return None
+        with current(self.index):
+            return driver().resident_clusters(self.function, schedule.cluster, self.binary.threads, self.binary.shared)
+
 
 class DeviceLaunch:
     """Launches a loaded kernel on tensors of one layout, on torch's current stream: a `Launch`.
@@ -175,7 +193,7 @@ class DeviceLaunch:
         self._loaded, self._entry, self._grid = loaded, program.entry, grid
         self._driver = driver()
         self.start, self.function, self.index = self._driver.launch, loaded.function, loaded.index
-        self.template = Template(loaded.binary, program.args, slots, grid)
+        self.template = Template(loaded.binary, program.args, slots, grid * program.schedule.cluster)
         self.tensors, self.scalars = (tuple(k for _, k in some) for some in (slots.tensors, slots.scalars))
         dtypes = [program.args[i].dtype for i, _ in slots.scalars]
         self.is_bf16 = tuple(d == BF16 for d in dtypes)

@@ -53,7 +53,9 @@ class _HostBuilt(Built):
         def launch(tensors: Sequence[torch.Tensor], scalars: Sequence[ScalarValue], addresses: Sequence[int]) -> None:
             values = slots.fill_addresses(addresses, scalars)
             args = [make(value) for make, value in zip(types, values, strict=True)]
-            self.compiled.launch((grid, 1, 1), (program.schedule.threads, 1, 1), program.shared_bytes, args)
+            self.compiled.launch(
+                (grid * program.schedule.cluster, 1, 1), (program.schedule.threads, 1, 1), program.shared_bytes, args
+            )
 
         return launch, grid
 

@@ -15,6 +15,10 @@
 //   float          exp2_approx(float x)                     2**x; 0 below 2**-126; ex2.approx.ftz, here exp2f
 //   void           prefetch_l2(const void* p)              a hint that *p is read soon; here nothing
 //   void           store_streaming<bytes>(void* p, const unsigned (&word)[n])   st.global.cs, bytes at a time
+//   void           cluster_arrive()                        the block has started: the first half of a barrier of its cluster
+//   void           cluster_wait()                          its second half: all blocks of the cluster have arrived
+//   void           cluster_barrier()                       both halves; what was stored before is seen behind it
+//   void           store_to_block(T* place, int rank, T x) x to where block `rank` of the cluster has what this one has at place
 //
 // Beside them it defines what CUDA C++ has without an include, as far as generated code uses it:
 //   language      kgen_host_language.hpp   qualifiers, vector types, threadIdx and its like, bit casts, bit counts
@@ -27,7 +31,7 @@
 // mapping, signals) is in kgen_host_runtime.cpp, which is compiled once.
 //
 // Not simulated: the device's weak memory order (a missing __threadfence is not found), races between two barriers other
-// than by running the threads in another order, clusters, asynchronous copies, tensor cores, textures, and spinning on
+// than by running the threads in another order, asynchronous copies, tensor cores, textures, and spinning on
 // another thread's store (blocks and threads run one after another: a spin lock or a grid barrier never returns).
 #pragma once
 

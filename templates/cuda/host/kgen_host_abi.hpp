@@ -30,6 +30,7 @@ struct Kernel {
     void (*invoke)(void** arguments);       // one thread: calls the kernel with *arguments[i] as its i-th argument
     void* (*shared_anchor)();               // any address in the calling thread's copy of the static shared memory
     void* (*dynamic_shared)();              // the calling thread's dynamic shared memory; null if the kernel has none
+    int cluster;                            // blocks of a cluster; 1 if the kernel has none
     int parameter_count;
     const Parameter* parameters;
 };
@@ -55,6 +56,9 @@ int kgen_host_barrier(int barrier, int predicate, const char* file, int line);
 unsigned long long kgen_host_collective(int collective, unsigned mask, unsigned long long value, int source_lane,
                                         const char* file, int line);
 unsigned kgen_host_active_mask();
+void kgen_host_cluster_arrive(const char* file, int line);
+void kgen_host_cluster_wait(const char* file, int line);
+void kgen_host_store_to_block(void* place, int rank, const void* value, unsigned long bytes, const char* file, int line);
 [[noreturn]] void kgen_host_fail(const char* message, const char* file, int line);
 
 int kgen_host_launch(const kgen_host::Kernel* kernel, const kgen_host::Launch* launch, void** arguments, char* error,

@@ -50,7 +50,7 @@ private:
 
 }  // namespace kgen_host
 
-#define KGEN_HOST_KERNEL(entry, dynamic_shared_memory)                                                                    \
+#define KGEN_HOST_KERNEL(entry, dynamic_shared_memory, cluster)                                                           \
     static thread_local char kgen_host_anchor;                                                                            \
     extern "C" __attribute__((visibility("default"))) const kgen_host::Kernel kgen_host_kernel;                           \
     const kgen_host::Kernel kgen_host_kernel = {                                                                          \
@@ -58,6 +58,7 @@ private:
         kgen_host::Signature<decltype(&entry)>::invoke<&entry>,                                                           \
         []() -> void* { return &kgen_host_anchor; },                                                                      \
         []() -> void* { return dynamic_shared_memory; },                                                                  \
+        cluster,                                                                                                          \
         kgen_host::Signature<decltype(&entry)>::count,                                                                    \
         kgen_host::Signature<decltype(&entry)>::parameters,                                                               \
     };

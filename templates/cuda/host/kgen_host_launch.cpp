@@ -1,5 +1,4 @@
 // A launch: blocks over system threads, shared memory filled with 0xff bytes, and faults turned into errors.
-#include <link.h>
 #include <signal.h>
 
 #include <atomic>
@@ -15,63 +14,6 @@ StackPool& stack_pool() {
     static StackPool* pool = new StackPool;  // never destroyed: a launch may run while the process ends
     return *pool;
 }
-
-// ---- shared memory -------------------------------------------------------------------------------------------------------
-
-struct Range {
-    char* start = nullptr;
-    std::size_t bytes = 0;
-};
-
-// The calling thread's thread-local storage of the kernel's library. It holds the kernel's static shared memory and nothing else
-// but the dynamic shared memory and the anchor.
-Range thread_storage(void* anchor) {
-    struct Search {
-        char* anchor;
-        Range found;
-    } search{static_cast<char*>(anchor), {}};
-    dl_iterate_phdr(
-        [](dl_phdr_info* library, std::size_t, void* data) -> int {
-            Search& search = *static_cast<Search*>(data);
-            char* start = static_cast<char*>(library->dlpi_tls_data);
-            if (start == nullptr || search.anchor < start) return 0;
-            for (int i = 0; i < library->dlpi_phnum; ++i) {
-                const auto& header = library->dlpi_phdr[i];
-                if (header.p_type == PT_TLS && search.anchor < start + header.p_memsz) {
-                    search.found = {start, header.p_memsz};
-                    return 1;
-                }
-            }
-            return 0;
-        },
-        &search);
-    return search.found;
-}
-
-class SharedMemory {
-public:
-    SharedMemory(const Kernel& kernel, const Launch& launch) {
-        if (!launch.poison) return;
-        const Range all = thread_storage(kernel.shared_anchor());
-        char* dynamic = static_cast<char*>(kernel.dynamic_shared());
-        if (dynamic == nullptr || all.start == nullptr) {
-            ranges_[0] = all;
-        } else {
-            ranges_[0] = {all.start, static_cast<std::size_t>(dynamic - all.start)};
-            ranges_[1] = {dynamic, launch.shared_bytes};
-            char* behind = dynamic + kDynamicSharedLimit;
-            ranges_[2] = {behind, static_cast<std::size_t>(all.start + all.bytes - behind)};
-        }
-    }
-    void poison() const {
-        for (const Range& range : ranges_) {
-            if (range.bytes > 0) std::memset(range.start, 0xff, range.bytes);
-        }
-    }
-
-private:
-    Range ranges_[3];
-};
 
 // ---- faults --------------------------------------------------------------------------------------------------------------
 
@@ -145,8 +87,9 @@ class Grid {
 public:
     Grid(const Kernel& kernel, const Launch& launch, void** arguments)
         : kernel_(kernel), launch_(launch), arguments_(arguments),
-          blocks_(std::uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2]) {
-        // In shuffled order the i-th block to run is (a * i + b) mod blocks, with `a` prime to the number of blocks.
+          across_(launch.grid[0] / static_cast<unsigned>(kernel.cluster)),
+          blocks_(std::uint64_t{across_} * launch.grid[1] * launch.grid[2]) {
+        // In shuffled order the i-th block (or cluster of blocks) to run is (a * i + b) mod blocks, with `a` prime to the number of blocks.
         if (!launch.shuffled) return;
         Random random(launch.order_seed);
         const auto limit = static_cast<unsigned>(blocks_ < 0xffffffffu ? blocks_ : 0xffffffffu);
@@ -158,20 +101,20 @@ public:
     void work() {
         SignalStack signal_stack;
         SharedMemory shared(kernel_, launch_);
-        Block block(kernel_, launch_, arguments_, stack_pool());
+        Block block(kernel_, launch_, arguments_, stack_pool(), shared);
         for (;;) {
             const std::uint64_t turn = next_.fetch_add(1);
             if (turn >= blocks_ || turn > failed_turn_.load()) return;
             const std::uint64_t index = (static_cast<unsigned __int128>(factor_) * turn + shift_) % blocks_;
-            const auto x = static_cast<unsigned>(index % launch_.grid[0]);
-            const auto y = static_cast<unsigned>(index / launch_.grid[0] % launch_.grid[1]);
-            const auto z = static_cast<unsigned>(index / launch_.grid[0] / launch_.grid[1]);
-            shared.poison();
+            const auto x = static_cast<unsigned>(index % across_) * static_cast<unsigned>(kernel_.cluster);
+            const auto y = static_cast<unsigned>(index / across_ % launch_.grid[1]);
+            const auto z = static_cast<unsigned>(index / across_ / launch_.grid[1]);
+            shared.start();
             if (!block.run({x, y, z}, launch_.order_seed * 0x100000001b3ull + index)) report(turn, block.error());
         }
     }
 
-    std::uint64_t blocks() const { return blocks_; }
+    std::uint64_t blocks() const { return blocks_; }  // those of a cluster count as one
     const std::string& error() const { return error_; }
     void report(std::uint64_t turn, const std::string& error) {
         // Turns are taken in order, so every one before a failed turn is run too: the error of the first is kept, always the same.
@@ -187,6 +130,7 @@ private:
     const Kernel& kernel_;
     const Launch& launch_;
     void** arguments_;
+    const unsigned across_;  // blocks, or clusters, along x
     const std::uint64_t blocks_;
     std::uint64_t factor_ = 1, shift_ = 0;
     std::atomic<std::uint64_t> next_{0}, failed_turn_{~std::uint64_t{0}};
@@ -206,8 +150,12 @@ int kgen_host_launch(const kgen_host::Kernel* kernel, const kgen_host::Launch* l
         FaultHandlers handlers;
         // A system thread takes some 30 microseconds to start; a grid of few threads is run by the caller alone.
         constexpr std::uint64_t threads_per_worker = 4096;
-        const std::uint64_t threads = grid.blocks() * launch->block[0] * launch->block[1] * launch->block[2];
-        const std::uint64_t useful = std::min(grid.blocks(), threads / threads_per_worker);
+        const std::uint64_t of_block = std::uint64_t{launch->block[0]} * launch->block[1] * launch->block[2] *
+                                       static_cast<unsigned>(kernel->cluster);
+        // Each stack is two mappings, of which a process may have some 65 thousand.
+        constexpr std::uint64_t most_stacks = 24576;
+        const std::uint64_t useful = std::min(
+            {grid.blocks(), grid.blocks() * of_block / threads_per_worker, std::max<std::uint64_t>(1, most_stacks / of_block)});
         std::vector<std::thread> workers;
         try {
             for (std::uint64_t i = 1; i < useful && i < static_cast<std::uint64_t>(launch->workers); ++i) {

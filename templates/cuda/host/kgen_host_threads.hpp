@@ -27,6 +27,19 @@ inline int __syncthreads_count(int predicate, KGEN_HOST_SITE) {
     return kgen_host_barrier(kgen_host::kSyncthreadsCount, predicate, file, line);
 }
 
+// ---- clusters of blocks: kgen's primitives, see kgen_host.hpp -----------------------------------------------------------
+
+inline void cluster_arrive(KGEN_HOST_SITE) { kgen_host_cluster_arrive(file, line); }
+inline void cluster_wait(KGEN_HOST_SITE) { kgen_host_cluster_wait(file, line); }
+inline void cluster_barrier(KGEN_HOST_SITE) {
+    kgen_host_cluster_arrive(file, line);
+    kgen_host_cluster_wait(file, line);
+}
+template <class T>
+inline void store_to_block(T* place, int rank, T x, KGEN_HOST_SITE) {
+    kgen_host_store_to_block(place, rank, &x, sizeof x, file, line);
+}
+
 // ---- votes of a warp -------------------------------------------------------------------------------------------------
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, KGEN_HOST_SITE) {
