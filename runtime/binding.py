@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from kgen.codegen.torch_dtypes import FROM_TORCH
 from kgen.dsl.check import ScalarParam, Signature, Specialization, TensorParam
@@ -327,6 +327,15 @@ def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
 def no_vmap(kernel: str) -> ArgumentError:
     """The error for a tensor inside torch.func.vmap."""
     return ArgumentError(f"{kernel}: vmap does not reach into a kernel; pass tensors with a batch dimension")
+
+
+def is_batched(value: object) -> bool:
+    """Whether `value` is a tensor inside torch.func.vmap, with other transforms around or within."""
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        if is_batchedtensor(value):
+            return True
+        value = get_unwrapped(value)
+    return False
 
 
 def has_memory(kind: type) -> bool:

@@ -207,6 +207,22 @@ def test_one_of_several_sums_may_name_every_program() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("power", "products"),
+    [("a ** 2", 1), ("a ** 3", 2), ("pow(a, 2.0)", 1), ("(a - 1.0) ** 2", 1), ("square(a + 1.0)", 1), ("a ** 4", 0),
+     ("a ** -2", 0), ("a ** 2.5", 0), ("a ** b", 0), ("2 ** a", 0)],
+)  # fmt: skip
+def test_small_whole_powers_are_products(power: str, products: int) -> None:
+    k = kernel(
+        "fn square(v) = v ** 2\n\n"
+        "kernel f(x: f32[N], b: f32 = 2.0) -> (y: f32[N]):\n    parallel n in N\n    a = x[n]\n"
+        f"    y[n] = {power} + b\n"
+    )
+    ops = [e.fn for s in k.body for e in ir.walk(s.value) if isinstance(e, ir.Op)]
+    assert (ops.count("mul"), ops.count("pow")) == (products, 0 if products else 1)
+    assert ops.count("sub") + ops.count("add") == 1 + ("1.0" in power)  # the base is computed once
+
+
 def test_message_shows_line_caret_and_help() -> None:
     text = "kernel f(x: T[M, N]) -> (y: T[M]):\n    parallel m in M\n    tile n in N\n    y[m] = x[m, n] * 2.0\n"
     with pytest.raises(DslError) as caught:

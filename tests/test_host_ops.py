@@ -172,6 +172,11 @@ def test_transformations_that_do_not_reach_in() -> None:
         MODULE.mlp(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), up, down)
     with pytest.raises(ArgumentError, match="vmap does not reach into an op"):
         torch.func.jacrev(lambda x: MODULE.mlp(x, up, down))(x)
+    for _ in range(2):  # the second behind a call of the same sizes
+        for f in (MODULE.mlp, torch.func.grad(lambda x, *w: MODULE.mlp(x, *w).sum())):
+            with pytest.raises(ArgumentError, match="vmap does not reach into an op"):
+                torch.func.vmap(f, in_dims=(0, None, None))(x[None], up, down)
+        MODULE.mlp(x, up, down)
     of_x = torch.func.grad(lambda x: MODULE.mlp(x, up, down, backend="cuda").square().sum())(x)
     own = x.clone().requires_grad_()
     assert torch.equal(of_x, torch.autograd.grad(MODULE.mlp(own, up, down, backend="cuda").square().sum(), own)[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_kit import Call, call
 
+import kgen
 from kgen.codegen import cuda
 from kgen.codegen.knobs import Knobs
 from kgen.codegen.pipeline import schedule_kernel
@@ -98,11 +99,23 @@ def test_what_does_not_lie_in_a_row_or_is_shared_by_rows_is_not_asked_for() -> N
 
 @pytest.mark.parametrize("m", [1, 2, 9])
 def test_results_stay_the_same(m: int) -> None:
-    for c in (
-        call(NORM, "norm", x=randn(m, 1000), w=randn(1000)),
-        call(GRAD, "grad", x=randn(m, 260, dtype=torch.bfloat16), d_y=randn(m, 260), r=randn(m)),
-    ):
-        where, _ = cuda_kit.prepare(c)
-        made = schedule_kernel(where.kernel, where.variant, "cuda", knobs=Knobs(ahead=1), num_sms=2)
-        if made.sums is None:
-            cuda_kit.check(c, 1000, made.schedule, seed=1)
+    c = call(NORM, "norm", x=randn(m, 1000), w=randn(1000))
+    where, _ = cuda_kit.prepare(c)
+    made = schedule_kernel(where.kernel, where.variant, "cuda", knobs=Knobs(ahead=1), num_sms=2)
+    cuda_kit.check(c, 1000, made.schedule, seed=1)
+
+
+@pytest.mark.parametrize("m", [1, 133, 300])  # rows for 132 programs: some of them ask for a second and a third
+def test_sums_stay_the_same(m: int) -> None:
+    arguments = (randn(m, 260, dtype=torch.bfloat16), randn(m, 260), randn(m))
+    results: list[torch.Tensor] = []
+    for ahead in (0, 1):
+        text = GRAD.replace("    parallel", f"    schedule cuda: blocks = 1, rows = 1, ahead = {ahead}\n    parallel")
+        kernel = kgen.loads(text).grad
+        program = kernel.prepare(*arguments, backend="cuda").program
+        assert program is not None and bool(asked(program.source)) == (ahead > 0)
+        results.append(kernel(*arguments, backend="cuda"))
+    x, d_y, r = (t.double() for t in arguments)
+    expected = ((x * d_y).sum(1, keepdim=True) * r[:, None] + x).sum(0)
+    assert torch.equal(*results)
+    cuda_kit.agree({"d_w": results[0]}, {"d_w": expected}, 260 + m)

@@ -350,7 +350,7 @@ def test_rows_neither_spill_nor_load_narrow(text: str, n: int) -> None:
     assert found.resources.spill_store_bytes == 0
     sass = found.sass
     assert "LDG.E.128" in sass
-    assert "STG.E.128" in sass
+    assert re.search(r"STG\.E(\.EF)?\.128", sass)  # EF: long rows are streamed past the caches
     assert not re.search(r"LDG\.E\.(U16|U8)", sass)
 
 

@@ -114,14 +114,7 @@ class Expressions:
 
     def _fold(self, op: str, a: ir.Expr, b: ir.Expr, span: Span) -> ir.Expr | None:
         """Arithmetic on two literals, done exactly as Python does it; None where it is left to run time."""
-        if not (isinstance(a, ir.Const) and isinstance(b, ir.Const)) or op not in (
-            "+",
-            "-",
-            "*",
-            "/",
-            "//",
-            "%",
-        ):
+        if not (isinstance(a, ir.Const) and isinstance(b, ir.Const)) or op not in ("+", "-", "*", "/", "//", "%"):
             return None
         x, y = a.value, b.value
         if op in ("//", "%") and (isinstance(x, float) or isinstance(y, float)):
@@ -166,7 +159,16 @@ class Expressions:
             dtype = BOOL
         if fn in ("isnan", "isinf") and operands[0].dtype.kind != "float":
             operands = (coerce(operands[0], F32),)
+        if fn == "pow" and isinstance(b := operands[1], ir.Const) and b.value in (2, 3):
+            return self._product(operands[0], int(b.value), dtype, span)
         return self._op(fn, operands, dtype, span)
+
+    def _product(self, a: ir.Expr, count: int, dtype: DType, span: Span) -> ir.Expr:
+        """`a` times itself: a power by way of a logarithm would cost some 40 instructions, and be less exact."""
+        if isinstance(a, ir.Op | ir.Cast | ir.Reduce):
+            a = self.scope.bind("base", a, a.span)
+        square = self._op("mul", (a, a), dtype, span)
+        return square if count == 2 else self._op("mul", (square, a), dtype, span)
 
     def _op(self, fn: str, args: tuple[ir.Expr, ...], dtype: DType, span: Span) -> ir.Op:
         axes = frozenset().union(*(a.axes for a in args))

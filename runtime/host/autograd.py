@@ -65,7 +65,7 @@ class TransformedCall(torch.autograd.Function):
 
     @staticmethod
     def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
-        raise _no_vmap(ready)
+        raise no_vmap(ready.op.name)
 
 
 def _undifferentiable(ready: Ready, flat: list[Any], made: int) -> dict[int, torch.Tensor]:
@@ -98,11 +98,12 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
-        raise _no_vmap(ready)  # as torch.func.jacrev asks for
+        raise no_vmap(ready.op.name)  # as torch.func.jacrev asks for
 
 
-def _no_vmap(ready: Ready) -> ArgumentError:
-    return ArgumentError(f"{ready.op.name}: vmap does not reach into an op; pass tensors with more rows")
+def no_vmap(op: str) -> ArgumentError:
+    """The error for a tensor inside torch.func.vmap."""
+    return ArgumentError(f"{op}: vmap does not reach into an op; pass tensors with more rows")
 
 
 def _positions(ready: Ready) -> list[tuple[int, str]]:

@@ -31,11 +31,11 @@ from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
 from kgen.runtime.autograd import exact_text, float_output, refuse_tangents, second_derivative
-from kgen.runtime.binding import Binder, examine, has_memory, is_fake, is_traced, refuse_scalar_gradient
+from kgen.runtime.binding import Binder, examine, has_memory, is_batched, is_fake, is_traced, refuse_scalar_gradient
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.host import ranks
-from kgen.runtime.host.autograd import Call, TransformedCall
+from kgen.runtime.host.autograd import Call, TransformedCall, no_vmap
 from kgen.runtime.host.options import Options
 from kgen.runtime.host.ready import Ready
 from kgen.runtime.host.walk import Walk
@@ -117,6 +117,9 @@ class HostOp:
             from kgen.runtime.host import library  # imports torch.compile's machinery
 
             return library.call(self, values, backend, workspace_mb, accumulate, chunk)
+        transformed = torch._C._are_functorch_transforms_active()
+        if transformed and any(map(is_batched, values)):
+            raise no_vmap(self.name)
         options = Options.of(self.name, workspace_mb, accumulate, chunk)
         choice = registry.requested(backend)
         wanted = self.requiring(values) if torch.is_grad_enabled() else ()
@@ -125,7 +128,7 @@ class HostOp:
             ready = ready.within(self._group(group, options))
         if wanted:
             function = Call
-            if torch._C._are_functorch_transforms_active():
+            if transformed:
                 function = TransformedCall
                 if len(retrieve_all_functorch_interpreters()) > 1:  # torch.func.grad of torch.func.grad
                     raise second_derivative(self.name)
