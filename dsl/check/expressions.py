@@ -159,7 +159,7 @@ class Expressions:
             dtype = BOOL
         if fn in ("isnan", "isinf") and operands[0].dtype.kind != "float":
             operands = (coerce(operands[0], F32),)
-        if fn == "pow" and isinstance(b := operands[1], ir.Const) and b.value in (2, 3):
+        if fn == "pow" and isinstance(b := operands[-1], ir.Const) and b.value in (2, 3):
             return self._product(operands[0], int(b.value), dtype, span)
         return self._op(fn, operands, dtype, span)
 
