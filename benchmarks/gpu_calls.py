@@ -109,7 +109,7 @@ def _forward(
 
 def _body(kernel: Kernel, task: cases.Task, given: dict[str, Any], device: torch.device) -> ir.Kernel:
     """The tile IR of the call. A dtype variable that only outputs have stands for the dtype of the task."""
-    signature, values = kernel.signature, kernel._binder.bind((), given)
+    signature, values = kernel.signature, kernel.binder.bind((), given)
     known = {n: TORCH[d] for n, d in DTYPES.items()}
     known |= {p.dtype: v.dtype for p, v in zip(signature.params, values, strict=True) if isinstance(v, torch.Tensor)}
     out = [torch.empty(0, dtype=known.get(p.dtype, task.torch_dtype), device=device) for p in signature.outputs]
@@ -123,7 +123,7 @@ def _gradient(
     target: cases.Target, task: cases.Task, given: dict[str, Any], m: int, values: str, device: torch.device, o: Options
 ) -> Answers:
     kernel = target.load()
-    bound = kernel._binder.bind((), given)
+    bound = kernel.binder.bind((), given)
     names = [p.name for p in kernel.signature.params]
     t = autograd.training(kernel, bound, tuple(names.index(n) for n in task.wanted))
     layouts = {p.name: task.layout for p in kernel.signature.params if isinstance(p, TensorParam)}

@@ -158,7 +158,7 @@ def derivable(target: Target) -> dict[str, str]:
     kernel = target.load()
     dtype = getattr(torch, target.own_dtypes[0]) if target.own_dtypes else torch.float32
     made = target.make(4, 8, dtype, torch.Generator().manual_seed(0))
-    values = kernel._binder.bind((), made)
+    values = kernel.binder.bind((), made)
     found = {}
     for i, p in enumerate(kernel.signature.params):
         if isinstance(p, TensorParam) and values[i] is not None and values[i].is_floating_point():

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from kgen.dsl.check import Signature, TensorParam
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.signature import Signature, TensorParam
 from kgen.runtime.binding import examine, no_vmap, refuse_scalar_gradient
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.picking import picker

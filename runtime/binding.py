@@ -17,8 +17,8 @@ import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from kgen.codegen.torch_dtypes import FROM_TORCH
-from kgen.dsl.check import ScalarParam, Signature, Specialization, TensorParam
 from kgen.dsl.dtypes import DTYPES, F32, DType
+from kgen.dsl.signature import ScalarParam, Signature, Specialization, TensorParam
 from kgen.runtime.errors import ArgumentError
 
 ScalarValue = float | int | bool

@@ -1,54 +1,96 @@
 """Files that were parsed and checked before: a process that finds one on disk needs neither parser nor checker for it.
 
 An entry is found by the text of the file, its path, which messages and spans name, and the text of the parser and the
-checker themselves. It holds the syntax tree, and of each imported file its path and the hash of its text, which must
-still be the same. Only what has no mistake is kept.
+checker themselves. It holds what calls need to know of each kernel, the syntax tree, which is read only where a call
+has to be compiled, and of each imported file its path and the hash of its text, which must still be the same. Only what
+has no mistake is kept.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
 import pickle
-import sys
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kgen.dsl import ast
+from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.signature import Signature
 from kgen.dsl.source import SourceFile
+from kgen.runtime import generator
 from kgen.runtime.cache import CACHE, cache_key
 
-_DSL = Path(ast.__file__).parent
+if TYPE_CHECKING:
+    from kgen.dsl import ast
+
+Header = tuple[str, Signature]  # of a kernel: its documentation and its parameters
 
 
-def checked(path: str | os.PathLike[str]) -> ast.Module:
-    """The module of the file at `path`, which has no mistake.
+class Checked:
+    """A file without a mistake. `kernels` are its headers by name, `ops` the names of its ops. `key` stands for its
+    text and for those of the files that it imports, with their paths; None where it is not from files alone."""
+
+    def __init__(
+        self, path: str, doc: str, kernels: Mapping[str, Header], ops: tuple[str, ...], key: str | None, tree: bytes
+    ) -> None:
+        self.path, self.doc, self.kernels, self.ops, self.key = path, doc, kernels, ops, key
+        self._tree = tree
+
+    @staticmethod
+    def of(module: ast.Module, key: str | None = None) -> Checked:
+        """That of a module which was checked."""
+        made = Checked(module.path, module.doc, headers(module), tuple(o.name for o in module.ops), key, b"")
+        made.__dict__["module"] = module
+        return made
+
+    @cached_property
+    def module(self) -> ast.Module:
+        """The syntax tree."""
+        return _Trees(io.BytesIO(self._tree)).load()
+
+
+def headers(module: ast.Module) -> dict[str, Header]:
+    """Those of the kernels of a module. Raises DslError for one that is wrong."""
+    from kgen.dsl.check import signature_of
+    from kgen.dsl.diagnostics import Diagnostics
+
+    diagnostics = Diagnostics()
+    found = {k.name: (k.doc, signature_of(k, diagnostics)) for k in module.kernels}
+    diagnostics.raise_if_errors()
+    return found
+
+
+def checked(path: str | os.PathLike[str]) -> Checked:
+    """The file at `path`, which has no mistake.
 
     Raises DslError with every mistake in it, KgenError where it cannot be read.
     """
     key = _key(path)
-    found = _open(CACHE.get(key)) if key is not None else None
+    found = _open(CACHE.get(key), key) if key is not None else None
     if found is not None:
         return found
     from kgen.dsl.modules import load
 
     loaded = load(path)
-    check(loaded.module)
-    if key is not None:
-        imported = [(s.path, _hash(Path(s.path))) for s in loaded.sources[1:]]
-        CACHE.put(key, pickle.dumps((imported, loaded.module), protocol=5))
-    return loaded.module
+    module = loaded.module
+    check(module)
+    if key is None:
+        return Checked.of(module)
+    imported = [(s.path, _hash(Path(s.path))) for s in loaded.sources[1:]]
+    CACHE.put(key, _packed(imported, module))
+    return Checked.of(module, _content(key, imported))
 
 
-def checked_text(text: str, name: str) -> ast.Module:
+def checked_text(text: str, name: str) -> Checked:
     """The module of `text`, which has no mistake and is checked each time; `name` stands for the file in messages."""
     from kgen.dsl.modules import load_source
 
     module = load_source(SourceFile(name, text)).module
     check(module)
-    return module
+    return Checked.of(module)
 
 
 def check(module: ast.Module) -> None:
@@ -72,28 +114,50 @@ def _key(path: str | os.PathLike[str]) -> str | None:
     return cache_key("module", os.fspath(path), text, language())
 
 
-@functools.cache
 def language() -> str:
     """A hash of what parses and checks: any change to it makes other trees."""
-    digest = hashlib.sha256(repr(sys.version_info).encode())
-    for file in sorted(_DSL.rglob("*")):
-        if file.suffix in (".py", ".lark"):
-            digest.update(file.relative_to(_DSL).as_posix().encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return generator.version("dsl")
 
 
-def _open(payload: bytes | None) -> ast.Module | None:
-    """The module of an entry whose imported files are what they were."""
+Imported = list[tuple[str, str | None]]  # of each imported file the path and the hash of its text
+
+
+def _content(key: str, imported: Imported) -> str:
+    return cache_key("content", key, repr(imported))
+
+
+def _packed(imported: Imported, module: ast.Module) -> bytes:
+    kernels = {name: (doc, _named(s)) for name, (doc, s) in headers(module).items()}
+    head = (module.path, module.doc, kernels, tuple(o.name for o in module.ops))
+    return pickle.dumps((imported, head, pickle.dumps(module, protocol=5)), protocol=5)
+
+
+def _open(payload: bytes | None, key: str = "") -> Checked | None:
+    """What an entry holds whose imported files are what they were."""
     if payload is None:
         return None
     try:
-        imported, module = _Trees(io.BytesIO(payload)).load()
-        if all(_hash(Path(path)) == known for path, known in imported):
-            return module
+        imported, (path, doc, kernels, ops), tree = _Trees(io.BytesIO(payload)).load()
+        if any(_hash(Path(path)) != known for path, known in imported):
+            return None
+        found = {name: (text, _signature(*rest)) for name, (text, rest) in kernels.items()}
+        return Checked(path, doc, found, ops, _content(key, imported), tree)
     except Exception:  # whatever a payload that is none of ours raises: it is no entry
-        pass
-    return None
+        return None
+
+
+def _named(s: Signature) -> tuple[Any, ...]:
+    """A signature with its dtypes by name: they are told apart by identity."""
+    variables = {v: tuple(d.name for d in dtypes) for v, dtypes in s.dtype_vars.items()}
+    return s.name, s.doc, s.params, s.outputs, s.dims, s.star_dims, variables
+
+
+def _signature(
+    name: str, doc: str, params: Any, outputs: Any, dims: Any, star_dims: Any, variables: Mapping[str, tuple[str, ...]]
+) -> Signature:
+    """The signature that `_named` took apart."""
+    known = {v: tuple(DTYPES[d] for d in dtypes) for v, dtypes in variables.items()}
+    return Signature(name, doc, params, outputs, dims, star_dims, known)
 
 
 class _Trees(pickle.Unpickler):

@@ -17,7 +17,7 @@ from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ir
 from kgen.dsl.check import TensorParam
 from kgen.dsl.diagnostics import KgenError
-from kgen.runtime.backends.base import ScalarValue
+from kgen.runtime.backends.launch import ScalarValue
 from kgen.runtime.binding import examine
 from kgen.runtime.errors import BackendError
 from kgen.runtime.host_executor import HostCompileError, HostLaunchError
@@ -76,7 +76,7 @@ def ask(
     its outputs.
     `max_elements` is that of `interpret` and `error_bound`. Raises KgenError for arguments that do not fit.
     """
-    values = list(kernel._binder.bind((), arguments))
+    values = list(kernel.binder.bind((), arguments))
     for i, p in enumerate(kernel.signature.params):
         if isinstance(p, TensorParam) and values[i] is not None:
             values[i] = place(values[i], _layout_for(p, layout)).tensor

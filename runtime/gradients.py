@@ -112,7 +112,7 @@ def ask_gradients(
     `max_elements` is that of `kgen.runtime.differential.ask`. Raises KgenError for arguments that do not fit,
     DeriveError for what has no derivative.
     """
-    values = kernel._binder.bind((), arguments)
+    values = kernel.binder.bind((), arguments)
     params = kernel.signature.params
     names = [p.name for p in params]
     t = autograd.training(kernel, values, tuple(i for i, name in enumerate(names) if name in wanted))

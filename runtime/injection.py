@@ -11,6 +11,7 @@ from typing import Any
 
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Scheduled
+from kgen.runtime import stored
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ def injected(name: str, *, kernel: str | None = None, launch: int | None = None)
     for module, backend, emit in saved:
         module.emit = wrap(backend, emit)  # type: ignore[attr-defined]  # taken back below
     try:
-        yield done
+        with stored.suspended():
+            yield done
     finally:
         for module, _, emit in saved:
             module.emit = emit  # type: ignore[attr-defined]  # as it was

@@ -1,38 +1,31 @@
 """A kernel as a Python function on tensors.
 
 A call like one of the last few is recognised by its guards (`kgen.runtime.recent`) and launched. Any other is looked up
-by a key of all that a ready call depends on. Everything else happens once for each key (`_prepare`) or once for each
-compiled variant (`kgen.runtime.plan`).
+by a key of all that a ready call depends on. Everything else happens once for each key (`kgen.runtime.preparing`).
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
-from math import prod
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
-from kgen.codegen.knobs import Knobs
-from kgen.codegen.schedule import ScheduleError
-from kgen.codegen.shapes import ShapeError, bind_dims, constants, full_shape, leading_shapes
-from kgen.codegen.torch_dtypes import TORCH
-from kgen.dsl import ast, ir
-from kgen.dsl.check import Signature, Specialization, TensorParam, elaborate, signature_of
-from kgen.dsl.diagnostics import Diagnostics
-from kgen.runtime import autograd, events, recent, registry, tuned
-from kgen.runtime.backends.base import Built, Executor
-from kgen.runtime.binding import Binder, examine, has_memory, is_fake, is_traced, python_signature, scalar_converter
-from kgen.runtime.cache import CACHE
-from kgen.runtime.errors import ArgumentError, BackendError
+from kgen.dsl.signature import Specialization, TensorParam
+from kgen.runtime import autograd, recent, registry, stored
+from kgen.runtime.binding import Binder, has_memory, is_fake, is_traced, python_signature
+from kgen.runtime.checked_modules import Checked
 from kgen.runtime.flight import SingleFlight
-from kgen.runtime.layouts import Layout, Memory, layout
-from kgen.runtime.overlap import meets_itself
-from kgen.runtime.plan import Argument, PlanKey, Plans, ReadyCall, ScalarSlot, converted
+from kgen.runtime.plan import Plans, ReadyCall, converted
 from kgen.runtime.unrolled import UNLIKE
+
+if TYPE_CHECKING:
+    from kgen.codegen.knobs import Knobs
+    from kgen.dsl import ast, ir
+    from kgen.runtime.backends.base import Executor
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
@@ -66,22 +59,26 @@ class Kernel:
     back is another, which compiles anew what is not in the cache.
     """
 
-    def __init__(self, module: ast.Module, name: str) -> None:
-        declared = next(k for k in module.kernels if k.name == name)
-        diagnostics = Diagnostics()
-        self.signature: Signature = signature_of(declared, diagnostics)
-        diagnostics.raise_if_errors()
-        self.module = module
+    def __init__(self, source: Checked | ast.Module, name: str) -> None:
+        """The kernel `name` of a file or a module that was checked."""
+        found = source if isinstance(source, Checked) else Checked.of(source)
+        self._source = found
+        doc, self.signature = found.kernels[name]
+        # What its calls are stored by; see `kgen.runtime.stored`.
+        self.content = found.key
+        # Whether a call of it came from there: its kernels may be loaded, though there is no plan of theirs yet.
+        self.restored = False
+        self.path = found.path
         # What torch.compile knows this object by, as a trace takes text for a constant and guards it, but no object.
         self.serial = f"{name} {next(_serials)}"
         self.name = self.__name__ = name
-        doc = declared.doc or f"The kernel `{name}` of {module.path}."
+        doc = doc or f"The kernel `{name}` of {self.path}."
         shown = python_signature(self.signature)
         if shown is not None:
             self.__signature__ = shown
         # The first line is that of help() on functions without source, which it shows nothing else of.
         self.__doc__ = doc if shown is None else f"{name}{shown}\n\n{doc}"
-        self._binder = Binder(self.signature)
+        self.binder = Binder(self.signature)
         # Whether its calls are those of a training form, inside which torch has the grad mode off.
         self.recorded = False
         self.has_float_output = autograd.float_output(self.signature)
@@ -93,11 +90,16 @@ class Kernel:
         self._count = len(params)
         self._ready: dict[tuple[Any, ...], ReadyCall] = {}
         self._recent: dict[Group, tuple[recent.Known, ...]] = {}
-        self._plans: Plans = SingleFlight()
-        self._choices: dict[tuple[Any, ...], tuple[Executor, Knobs | None]] = {}
-        self._kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
+        self.plans: Plans = SingleFlight()
+        self.choices: dict[tuple[Any, ...], tuple[Executor, Knobs | None]] = {}
+        self.kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
         self.trainings: SingleFlight[tuple[Any, ...], autograd.Training] = SingleFlight()
         _by_serial[self.serial] = self
+
+    @property
+    def module(self) -> ast.Module:
+        """The checked module that it is part of."""
+        return self._source.module
 
     def __copy__(self) -> Kernel:
         return self
@@ -109,7 +111,7 @@ class Kernel:
         return Kernel, (self.module, self.name)
 
     def __repr__(self) -> str:
-        return f"<kernel {self.name} of {self.module.path}>"
+        return f"<kernel {self.name} of {self.path}>"
 
     # -- calling -------------------------------------------------------------------------------------------------
     def __call__(
@@ -135,9 +137,9 @@ class Kernel:
         DeriveError where a gradient is needed that cannot be derived (not under `torch.no_grad()`).
         """
         if like is not None:
-            like = self._binder.models(like)
+            like = self.binder.models(like)
         bound = not kwargs and len(args) == self._count
-        return self.ordered(args if bound else self._binder.bind(args, kwargs), backend, out, like, check)
+        return self.ordered(args if bound else self.binder.bind(args, kwargs), backend, out, like, check)
 
     def ordered(
         self,
@@ -149,7 +151,7 @@ class Kernel:
     ) -> Any:
         """A call with one value for each parameter, in order of the signature: None for an optional tensor that is not
         given. The rest is as for any call."""
-        outs = self._binder.outputs(out) if out is not None else None
+        outs = self.binder.outputs(out) if out is not None else None
         if is_dynamo_compiling():
             from kgen.runtime import library  # imports torch.compile's machinery
 
@@ -225,7 +227,10 @@ class Kernel:
             ready = self._prepare(values, outs, choice, like)
             return ready, [t.data_ptr() for i in self.tensor_at if (t := values[i]) is not None], False
         if ready is None:
-            ready = self._prepare(values, outs, choice, like)
+            ready = stored.find(self, key)
+            if ready is None:
+                ready = self._prepare(values, outs, choice, like)
+                stored.keep(self, key, ready)
             if len(self._ready) >= MAX_READY:
                 self._ready.clear()
             self._ready[key] = ready
@@ -256,8 +261,8 @@ class Kernel:
         **kwargs: Any,
     ) -> ReadyCall:
         """What a call with these arguments would run, compiled but not run; its `.program` has the generated source."""
-        outs = self._binder.outputs(out) if out is not None else None
-        return self._prepare(self._binder.bind(args, kwargs), outs, registry.requested(backend))
+        outs = self.binder.outputs(out) if out is not None else None
+        return self._prepare(self.binder.bind(args, kwargs), outs, registry.requested(backend))
 
     def _key(
         self,
@@ -307,13 +312,15 @@ class Kernel:
     def _resolved(self, i: int, t: torch.Tensor) -> torch.Tensor:
         p = self.signature.params[i]
         if _role(p) == "inout":
-            self._binder.fail(f"argument '{p.name}' is a lazily negated view, which cannot be written in place")
+            self.binder.fail(f"argument '{p.name}' is a lazily negated view, which cannot be written in place")
         return t.resolve_neg()
 
     # -- once for each signature ---------------------------------------------------------------------------------
     def specialize(self, spec: Specialization) -> ir.Kernel:
         """The tile IR of this kernel for given dtypes, constants and optional tensors; made once for each."""
-        return self._kernels.get_or_build(_spec_key(spec), lambda: elaborate(self.module, self.name, spec))
+        from kgen.runtime import preparing  # and with it the compiler, which a call that is known does not need
+
+        return preparing.specialized(self, spec)
 
     def _prepare(
         self,
@@ -322,147 +329,14 @@ class Kernel:
         choice: str,
         like: Sequence[torch.Tensor] | None = None,
     ) -> ReadyCall:
-        spec, device = examine(self.signature, values, outs)
-        executor = registry.resolve(choice, device)
-        kernel = self.specialize(spec)
-        given = {
-            p.name: v
-            for p, v in zip(self.signature.params, values, strict=True)
-            if isinstance(p, TensorParam) and v is not None
-        }
-        shapes = {name: tuple(t.shape) for name, t in given.items()}
-        if outs is not None:
-            shapes |= {p.name: tuple(t.shape) for p, t in zip(self.signature.outputs, outs, strict=True)}
-        dims, leading = self._bind_dims(kernel, shapes)
-        outputs = [t for t in kernel.tensors if t.role == "out"]
-        if outs is not None:
-            given |= {t.name: x for t, x in zip(outputs, outs, strict=True)}
-        models = {t.name: x for t, x in zip(outputs, like or (), strict=False)}
-        arguments = [self._argument(t, given.get(t.name), models.get(t.name), dims, leading) for t in kernel.tensors]
-        new = arguments[len(arguments) - len(outputs) :]
-        scalars = self._scalar_slots(kernel)
-        event = events.Launch(self.name, executor.name, str(device), 0)
-        empty = all(0 in a.shape for a in arguments if a.written)
-        if empty or prod(max(0, a.extent.evaluate(dims)) for a in kernel.parallel) == 0:
-            # Nothing to launch. A sum over no programs is zero; any other output has no elements.
-            sums = {s.tensor for s in kernel.body if isinstance(s, ir.Accumulate)}
-            zeroed = [i for i, t in enumerate(outputs) if t.name in sums]
-            return ReadyCall(self.name, device, arguments, new, scalars, None, None, event, zeroed, outs is not None)
-        built, where, executor = self._plan(kernel, spec, dims, arguments, given, executor, device, choice)
-        launch, grid = built.prepare(where)
-        event = events.Launch(self.name, executor.name, str(device), grid)
-        return ReadyCall(self.name, device, arguments, new, scalars, launch, built, event, (), outs is not None)
+        from kgen.runtime import preparing  # as above
 
-    def _scalar_slots(self, kernel: ir.Kernel) -> list[ScalarSlot]:
-        return [
-            _scalar_slot(self.name, i, s, self.recorded) for i, s in zip(self.scalar_at, kernel.scalars, strict=True)
-        ]
-
-    def _bind_dims(
-        self, kernel: ir.Kernel, shapes: Mapping[str, tuple[int, ...]]
-    ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-        try:
-            return constants(kernel) | bind_dims(kernel, shapes), leading_shapes(kernel, shapes)
-        except ShapeError as error:
-            raise ArgumentError(str(error)) from None
-
-    def _argument(
-        self,
-        t: ir.Tensor,
-        given: torch.Tensor | None,
-        like: torch.Tensor | None,
-        dims: Mapping[str, int],
-        leading: Mapping[str, tuple[int, ...]],
-    ) -> Argument:
-        if given is None:
-            shape = full_shape(t, dims, leading)
-            if min(shape, default=0) < 0:
-                self._binder.fail(f"output '{t.name}' would have the shape {shape}; a const parameter is too small")
-            if like is not None and like.shape != shape:
-                self._binder.fail(f"output '{t.name}' has the shape {shape}, its model in like= {tuple(like.shape)}")
-            # As torch will lay it out.
-            meta = torch.empty(shape, device="meta") if like is None else torch.empty_like(like, device="meta")
-            strides = meta.stride()
-        else:
-            shape, strides = tuple(given.shape), given.stride()
-        written = t.role != "in"
-        if written and given is not None:
-            if given.is_neg():
-                self._binder.fail(f"argument '{t.name}' is a lazily negated view, which cannot be written")
-            if meets_itself(shape, strides):
-                self._binder.fail(
-                    f"argument '{t.name}' is written, but its elements share memory (strides {tuple(strides)})"
-                )
-        return Argument(t.name, shape, tuple(strides), TORCH[t.dtype], written, t.role != "out")
-
-    def _plan(
-        self,
-        kernel: ir.Kernel,
-        spec: Specialization,
-        dims: Mapping[str, int],
-        arguments: Sequence[Argument],
-        given: Mapping[str, torch.Tensor],
-        executor: Executor,
-        device: torch.device,
-        choice: str,
-    ) -> tuple[Built, Layout, Executor]:
-        # Outputs that are still to be allocated are aligned: torch's allocators give 64 bytes and more.
-        residue = {name: t.data_ptr() % 16 for name, t in given.items()}
-        memory = {a.name: Memory(a.shape, a.strides, a.itemsize, residue.get(a.name, 0)) for a in arguments}
-        where = layout(kernel, dims, memory)
-        executor, knobs = self._tuned(spec, where, choice, executor, device)
-        key = PlanKey(
-            _spec_key(spec),
-            () if executor.general else where.groups,
-            None if executor.general else where.variant,
-            device,
-            executor.name,
-            knobs,
-        )
-
-        def build() -> Built:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise BackendError(
-                    f"{self.name}: a first call with these dtypes and layouts must compile, which a CUDA graph capture "
-                    f"cannot record; call it once before the capture to warm up"
-                )
-            events.count("plan")
-            try:
-                return executor.build(kernel, where, device, CACHE, knobs)
-            except ScheduleError:
-                if knobs is None:
-                    raise
-                # Measured for longer rows, and not possible here.
-                return executor.build(kernel, where, device, CACHE)
-
-        return self._plans.get_or_build(key, build), where, executor
-
-    def _tuned(
-        self, spec: Specialization, where: Layout, choice: str, executor: Executor, device: torch.device
-    ) -> tuple[Executor, Knobs | None]:
-        """The executor and the knobs that were measured to be the fastest for such a call; looked up once for each
-        class of calls."""
-        if executor.general or tuned.table(device) is None:
-            return executor, None
-        key = (_spec_key(spec), where.groups, where.variant, device, choice)
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = tuned.choose(where, choice, executor, device)
-        return found
+        return preparing.prepare(self, values, outs, choice, like)
 
     def _check(self, values: Sequence[Any], outs: Sequence[Any] | None) -> None:
-        from kgen.runtime.checked import check_gathers  # only needed here
+        from kgen.runtime import preparing  # as above
 
-        spec, _ = examine(self.signature, values, outs)
-        kernel = self.specialize(spec)
-        tensors = [t for i in self.tensor_at if (t := values[i]) is not None]
-        slots = self._scalar_slots(kernel)
-        inputs = (t for t in kernel.tensors if t.role != "out")
-        check_gathers(
-            kernel,
-            {t.name: x for t, x in zip(inputs, tensors, strict=True)},
-            {s.name: convert(values[i]) for s, (i, convert, _, _) in zip(kernel.scalars, slots, strict=True)},
-        )
+        preparing.check(self, values, outs)
 
 
 def by_serial(serial: str) -> Kernel:
@@ -481,17 +355,5 @@ def _admit(kind: type) -> None:
     _PLAIN.add(kind)
 
 
-def _scalar_slot(kernel: str, i: int, s: ir.ScalarParam, recorded: bool) -> ScalarSlot:
-    convert = scalar_converter(kernel, s.name, s.dtype, recorded=recorded)
-    if s.default is None:
-        return i, convert, object(), 0  # nothing that is passed is this default
-    return i, convert, s.default, convert(s.default)
-
-
 def _role(p: object) -> str:
     return p.role if isinstance(p, TensorParam) else "scalar"
-
-
-def _spec_key(spec: Specialization) -> tuple[Any, ...]:
-    consts = tuple((n, type(v), repr(v)) for n, v in sorted(spec.consts.items()))
-    return (tuple(sorted((n, d.name) for n, d in spec.dtypes.items())), consts, spec.present)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kgen.dsl import ast
-from kgen.runtime.checked_modules import checked, checked_text
+from kgen.runtime.checked_modules import Checked, checked, checked_text
 from kgen.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
+    from kgen.dsl import ast
     from kgen.dsl.host import ir as host_ir
     from kgen.runtime.host.op import HostOp
 
@@ -23,14 +23,15 @@ class KernelModule:
     """The kernels and ops of one file, as attributes (`module.rms_norm`) and by name (`module["rms_norm"]`); iterates
     names."""
 
-    def __init__(self, module: ast.Module) -> None:
-        self.__name__ = Path(module.path).stem
-        self.__file__ = module.path
-        self.__doc__ = module.doc
-        own = {k.name: Kernel(module, k.name) for k in module.kernels}
+    def __init__(self, source: Checked | ast.Module) -> None:
+        found = source if isinstance(source, Checked) else Checked.of(source)
+        self.__name__ = Path(found.path).stem
+        self.__file__ = found.path
+        self.__doc__ = found.doc
+        own = {name: Kernel(found, name) for name in found.kernels}
         self._kernels = own
         self._ops: dict[str, HostOp] = {}
-        if module.ops:
+        if found.ops:
             from kgen.runtime.host.op import HostOp  # a third of what there is to import
 
             others: dict[str, Kernel] = {}
@@ -38,7 +39,7 @@ class KernelModule:
             def kernel(name: str, ref: host_ir.KernelRef) -> Kernel:
                 return own.get(name) or others.setdefault(name, Kernel(ref.module, ref.name))
 
-            self._ops = {o.name: HostOp(module, o.name, kernel) for o in module.ops}
+            self._ops = {name: HostOp(found.module, name, kernel) for name in found.ops}
 
     def __getitem__(self, name: str) -> Any:
         """The kernel or op called `name`. Raises KeyError listing the names there are."""

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kgen.codegen.knobs import Knobs
-from kgen.codegen.program import Program
-from kgen.codegen.variant import Variant
+from kgen.dsl.dtypes import DType
 from kgen.runtime import events, unrolled
-from kgen.runtime.backends.base import Built, Launch, ScalarValue
+from kgen.runtime.backends.launch import Built, Launch, ScalarValue
+from kgen.runtime.binding import scalar_converter
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.overlap import Region, shares_memory, span
 from kgen.runtime.unrolled import Work
+
+if TYPE_CHECKING:
+    from kgen.codegen.knobs import Knobs
+    from kgen.codegen.program import Program
+    from kgen.codegen.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,14 @@ class Argument:
 ScalarSlot = tuple[int, Callable[[Any], ScalarValue], Any, Any]
 
 
+def scalar_slot(kernel: str, i: int, name: str, dtype: DType, default: Any, recorded: bool = False) -> ScalarSlot:
+    """That of scalar `name`, parameter `i`; `recorded` is as for `scalar_converter`."""
+    convert = scalar_converter(kernel, name, dtype, recorded=recorded)
+    if default is None:
+        return i, convert, object(), 0  # nothing that is passed is this default
+    return i, convert, default, convert(default)
+
+
 def converted(slots: Sequence[ScalarSlot], values: Sequence[Any]) -> list[ScalarValue]:
     """The scalars of a call among its `values`, checked and converted."""
     return [known if (v := values[i]) is default else convert(v) for i, convert, default, known in slots]
@@ -93,15 +105,16 @@ class ReadyCall:
         event: events.Launch,
         zeroed: Sequence[int],
         given: bool,
+        dtypes: Sequence[str] = (),
     ) -> None:
+        """`given`: the outputs are the caller's. `dtypes`: of the scalars, by name."""
         self.kernel = kernel
+        self.given, self.dtypes, self.event, self.launch = given, tuple(dtypes), event, launch
+        self.arguments, self.outputs = tuple(arguments), tuple(outputs)
         self.device = device
         self.built = built
         self.scalars = tuple(scalars)
-        self._arguments = tuple(arguments)
-        self._outputs = tuple(outputs)
-        self._launch = launch
-        self._event, self._draw = event, events.drawer(event)
+        self._draw = events.drawer(event)
         self._zeroed = tuple(zeroed)
         first_output = len(arguments) - len(outputs)
         # Fresh outputs share memory with nothing.
@@ -131,7 +144,7 @@ class ReadyCall:
         that this was made for, and no mode of torch's dispatcher may be active."""
         if self.work is None:
             return None
-        return unrolled.plain(self.work, len(self._arguments) - len(self._outputs), len(self.scalars))
+        return unrolled.plain(self.work, len(self.arguments) - len(self.outputs), len(self.scalars))
 
     @property
     def program(self) -> Program | None:
@@ -148,15 +161,15 @@ class ReadyCall:
         """Run the kernel on the inputs `tensors` (at `addresses`) and return the outputs: `out`, or new ones."""
         if out is None:
             new = torch.empty_strided
-            out = [new(a.shape, a.strides, dtype=a.dtype, device=self.device) for a in self._outputs]
+            out = [new(a.shape, a.strides, dtype=a.dtype, device=self.device) for a in self.outputs]
         tensors = [*tensors, *out]
         for t in out:
             addresses.append(t.data_ptr())
         if self._written:
             self._check_written(tensors, addresses)
-        if self._launch is not None:
-            self._launch(tensors, scalars, addresses)
-            events.record(self._event, self._draw)
+        if self.launch is not None:
+            self.launch(tensors, scalars, addresses)
+            events.record(self.event, self._draw)
         for i in self._zeroed:
             out[i].zero_()
         for i in self._written:
@@ -168,13 +181,13 @@ class ReadyCall:
             for i in self._written:
                 if tensors[i].requires_grad:
                     raise ArgumentError(
-                        f"{self.kernel}: argument '{self._arguments[i].name}' is written in place but requires grad; "
+                        f"{self.kernel}: argument '{self.arguments[i].name}' is written in place but requires grad; "
                         f"call under torch.no_grad(), or pass a detached tensor"
                     )
         for i, j, size_i, size_j in self._pairs:
             a, b = addresses[i], addresses[j]
             if a < b + size_j and b < a + size_i:
-                first, second = self._arguments[i], self._arguments[j]
+                first, second = self.arguments[i], self.arguments[j]
                 if shares_memory(_region(a, first), _region(b, second)):
                     raise ArgumentError(
                         f"{self.kernel}: argument '{first.name}', which is written, shares memory with argument "

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
-from kgen.codegen.abi import split_count
-from kgen.codegen.program import Program
 from kgen.codegen.torch_dtypes import TORCH
-from kgen.runtime.backends.base import Built, Launch, ScalarValue
-from kgen.runtime.layouts import Layout
+from kgen.runtime.backends.launch import Built, Launch, ScalarValue
+
+if TYPE_CHECKING:
+    from kgen.codegen.program import Program
+    from kgen.runtime.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class StagedLaunch:
 def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[Workspace]]:
     """The layout of each launch of `program`, for a call of `layout`, and the workspaces that follow the call's
     tensors."""
+    from kgen.codegen.abi import split_count  # and with it what normalises kernels, which a stored launch does not need
+
     dims = dict(layout.dims)
     stages = [p.stage for p in program.launches]
     zeroed: set[str] = set()

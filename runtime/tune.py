@@ -21,15 +21,17 @@ from kgen.codegen.candidates import MOST
 from kgen.codegen.pipeline import MULTIPROCESSORS
 from kgen.codegen.program import Program
 from kgen.dsl.diagnostics import KgenError
-from kgen.runtime.backends.base import Built, Executor, Generated
+from kgen.runtime.backends.base import Executor, Generated
+from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import CACHE
 from kgen.runtime.errors import BackendError
+from kgen.runtime.installation import device_name
 from kgen.runtime.registry import executor_for
 from kgen.runtime.tune_cases import Case
 from kgen.runtime.tune_compile import Compilers, Made, Order, inline
 from kgen.runtime.tune_measure import Check, MakeTimer, calls_of, device_timer
 from kgen.runtime.tune_search import search
-from kgen.runtime.tuned import device_name, subject
+from kgen.runtime.tuned import subject
 from kgen.runtime.tuned_store import Result, add, driver_of, knob_data, load, user_path
 
 # With limited time, so many candidates of every job are compiled before the others.

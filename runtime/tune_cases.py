@@ -23,7 +23,8 @@ from kgen.dsl.dtypes import DTYPES
 from kgen.runtime import autograd
 from kgen.runtime.ahead import Choices, contiguous, specialization, target
 from kgen.runtime.autograd import Training
-from kgen.runtime.backends.base import ScalarValue, round_scalar
+from kgen.runtime.backends.base import round_scalar
+from kgen.runtime.backends.launch import ScalarValue
 from kgen.runtime.binding import examine
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.gradients import derivable

@@ -13,7 +13,7 @@ import torch
 from kgen.codegen.interpret import interpret
 from kgen.codegen.tolerance import compare, error_bound
 from kgen.dsl import ir
-from kgen.runtime.backends.base import Built, Launch
+from kgen.runtime.backends.launch import Built, Launch
 from kgen.runtime.tune_cases import Arguments, Case
 from kgen.runtime.tune_search import Timer
 

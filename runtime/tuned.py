@@ -26,6 +26,8 @@ import torch
 from kgen.codegen.fingerprint import fingerprint
 from kgen.codegen.knobs import Knobs, written
 from kgen.codegen.layout import ceil_power, power_of_two_in
+from kgen.runtime import stored
+from kgen.runtime.installation import device_name
 from kgen.runtime.layouts import Layout
 from kgen.runtime.tuned_store import (
     Result,
@@ -160,11 +162,6 @@ def measured(layout: Layout, backend: str, device: str) -> Knobs | None:
     return None if result is None else to_knobs(result, layout.kernel)
 
 
-def device_name(device: torch.device) -> str:
-    """What results of `device` are kept under: the name of the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 @functools.cache
 def table(device: torch.device) -> Table | None:
     """The results that count on `device`; None where there are none, or KGEN_TUNED=0. Read once a process."""
@@ -177,6 +174,7 @@ def table(device: torch.device) -> Table | None:
 def reload() -> None:
     """Read the results anew when they are next asked for. Plans that are made already stay."""
     table.cache_clear()
+    stored.forget()
 
 
 def choose(layout: Layout, choice: str, executor: Executor, device: torch.device) -> tuple[Executor, Knobs | None]:

@@ -7,10 +7,8 @@ file that cannot be read is told in a warning and counts as empty; the next one 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +23,25 @@ from kgen.codegen.schedule import ScheduleError
 from kgen.dsl import ir
 from kgen.dsl.diagnostics import KgenError
 from kgen.runtime.cache import write_atomically
+from kgen.runtime.installation import driver_version
+from kgen.runtime.tuned_paths import file_name, shipped_path, switched_off, user_folder, user_path
+
+__all__ = [
+    "Result",
+    "Subject",
+    "add",
+    "devices",
+    "driver_of",
+    "file_name",
+    "knob_data",
+    "load",
+    "shipped_path",
+    "switched_off",
+    "text_of",
+    "to_knobs",
+    "user_folder",
+    "user_path",
+]
 
 FORMAT = 1
 # Raised where the emitters change so much that what was the fastest schedule need not be so any more: older results do
@@ -125,39 +142,6 @@ def to_knobs(result: Result, kernel: ir.Kernel) -> Knobs | None:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def switched_off() -> bool:
-    """Whether KGEN_TUNED=0 is set."""
-    return os.environ.get("KGEN_TUNED") == "0"
-
-
-def user_folder() -> Path:
-    """The folder of the user's results: `$KGEN_TUNED` where that is a path, else in the user's configuration."""
-    given = os.environ.get("KGEN_TUNED", "")
-    if given not in ("", "0", "1"):
-        return Path(given)
-    import platformdirs  # only needed without the variable
-
-    return Path(platformdirs.user_config_dir("kgen", appauthor=False)) / "tuned"
-
-
-def file_name(device: str) -> str:
-    """`nvidia_h200.json` for "NVIDIA H200"."""
-    return (re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") or "device") + ".json"
-
-
-def user_path(device: str) -> Path | None:
-    """The file of the user's results on the device of this name; None where no home folder is known."""
-    try:
-        return user_folder() / file_name(device)
-    except RuntimeError:
-        return None
-
-
-def shipped_path(device: str) -> Path:
-    """The file of the results that come with kgen; it need not exist."""
-    return Path(__file__).resolve().parent / "tuned_defaults" / file_name(device)
-
-
 def devices() -> list[str]:
     """The devices that there are results of, the user's or those that come with kgen, by the names of their files."""
     folders = [shipped_path("device").parent]
@@ -225,18 +209,6 @@ def add(device: str, results: Sequence[Result], path: Path | None = None) -> Pat
     return where
 
 
-@functools.cache
-def _driver() -> str:
-    try:
-        found = re.search(r"Kernel Module(?:\s+for \S+)?\s+(\d[\d.]*)", Path("/proc/driver/nvidia/version").read_text())
-        if found:
-            return found.group(1)
-    except OSError:
-        pass
-    version = getattr(torch._C, "_cuda_getDriverVersion", None)  # of a CUDA build only
-    return f"CUDA {version()}" if version is not None else "unknown"
-
-
 def driver_of(device: torch.device) -> str:
     """The version of the driver of `device`; nothing for one without."""
-    return _driver() if device.type == "cuda" else ""
+    return driver_version() if device.type == "cuda" else ""

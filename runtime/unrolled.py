@@ -41,7 +41,7 @@ import torch
 
 from kgen.runtime import events
 from kgen.runtime.backends import driver
-from kgen.runtime.backends.base import Launch, bf16_bits
+from kgen.runtime.backends.launch import Launch, bf16_bits
 from kgen.runtime.stages import StagedLaunch
 
 if TYPE_CHECKING:

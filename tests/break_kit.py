@@ -26,8 +26,7 @@ from kgen.dsl.modules import load_source
 from kgen.dsl.parser import parse_text
 from kgen.dsl.source import SourceFile, Span
 from kgen.ops import functional
-from kgen.runtime import autograd, injection
-from kgen.runtime import kernel as kernel_module
+from kgen.runtime import autograd, injection, preparing, stored
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.layouts import Layout, Memory
 from kgen.runtime.stages import Workspace
@@ -57,7 +56,7 @@ def fresh(changes: Mapping[str, Edits] | None = None) -> Iterator[None]:
             loaded[file, name] = Kernel(load_source(SourceFile(str(path), text)).module, name)
         return loaded[file, name]
 
-    with patch.object(functional, "_loaded", load):
+    with stored.suspended(), patch.object(functional, "_loaded", load):
         yield
 
 
@@ -131,12 +130,12 @@ def injected(name: str) -> Iterator[None]:
 @contextmanager
 def memory(change: Callable[[str, Memory, Mapping[str, Memory]], Memory]) -> Iterator[None]:
     """What a kernel is told of the memory of each of its tensors, changed: `change(name, its memory, all)`."""
-    original = kernel_module.layout
+    original = preparing.layout
 
     def layout(kernel: Any, dims: Any, told: Mapping[str, Memory]) -> Layout:
         return original(kernel, dims, {n: change(n, m, told) for n, m in told.items()})
 
-    with fresh(), patch.object(kernel_module, "layout", layout):
+    with fresh(), patch.object(preparing, "layout", layout):
         yield
 
 

@@ -21,8 +21,9 @@ from kgen.dsl import ir
 from kgen.dsl.check import elaborate, signature_of
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.parser import parse_text
-from kgen.runtime.backends.base import Slots, round_scalar
+from kgen.runtime.backends.base import round_scalar
 from kgen.runtime.backends.host import _ctype
+from kgen.runtime.backends.launch import Slots
 from kgen.runtime.binding import Binder, examine
 from kgen.runtime.host_executor import compile_host
 from kgen.runtime.layouts import Layout, Memory, layout

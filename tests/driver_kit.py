@@ -19,9 +19,10 @@ from kgen.codegen.cuda import host_source
 from kgen.codegen.program import Program
 from kgen.runtime import registry
 from kgen.runtime.backends import driver
-from kgen.runtime.backends.base import Built, Generated
+from kgen.runtime.backends.base import Generated
 from kgen.runtime.backends.host import _ctype
-from kgen.runtime.cache import Cache, temporary_folder
+from kgen.runtime.backends.launch import Built
+from kgen.runtime.cache import Cache, cache_key, temporary_folder
 from kgen.runtime.host_executor import HostLaunchError, available, compile_host
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
@@ -162,9 +163,14 @@ class OnFakeDriver(Generated):
 
     def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
         def build(p: Program) -> Built:
-            self.machine.programs.append((p, compile_host(host_source(p), p.entry, cache_dir=temporary_folder("fake"))))
-            cubin = str(len(self.machine.programs)).encode()
-            binary = driver.Binary(cubin, p.schedule.threads, p.shared_bytes, self.machine.nulls)
+            known = self.machine.programs
+            at = next((k for k, (q, _) in enumerate(known) if (q.source, q.entry) == (p.source, p.entry)), len(known))
+            if at == len(known):
+                known.append((p, compile_host(host_source(p), p.entry, cache_dir=temporary_folder("fake"))))
+            cubin = str(at + 1).encode()
+            key = cache_key("fake", p.source, p.entry)
+            cache.put(key, b"{}\n" + cubin)
+            binary = driver.Binary(cubin, p.schedule.threads, p.shared_bytes, self.machine.nulls, key)
             return driver.Loaded(p, binary, torch.device("cuda", 0))
 
         return build_stages(program, build, device)
@@ -189,6 +195,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
             fake.device = self.before
 
     monkeypatch.setattr(driver, "driver", lambda: made)
+    monkeypatch.setattr(driver, "loaded", {})
     monkeypatch.setattr(driver, "current", current)
     monkeypatch.setattr(driver, "current_device", lambda: fake.device)
     monkeypatch.setattr(driver, "current_stream", lambda index: fake.streams.get(index, 0))

@@ -15,8 +15,8 @@ from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Schedule
 from kgen.codegen.tolerance import compare, error_bound
-from kgen.runtime.backends.base import Slots
 from kgen.runtime.backends.host import _ctype
+from kgen.runtime.backends.launch import Slots
 from kgen.runtime.host_executor import compile_host
 from kgen.runtime.stages import stage_layouts
 from kgen.runtime.triton_interpret import run as interpret_triton

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import kgen
+from kgen.runtime.backends import driver
+from kgen.runtime.cache import CACHE
 from kgen.runtime.kernel import Kernel
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +102,26 @@ def test_a_recognised_call_in_a_graph(m: kgen.KernelModule, looked_up: list[str]
         graph.replay()
         assert torch.equal(y, shifted(x, w, 2.0))
     assert len(looked_up) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stored_call_warms_up_a_capture_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setenv("KGEN_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "own.kdsl").write_text(TEXT)
+    for _ in range(2):
+        CACHE.clear_memory()
+        driver.loaded.clear()
+        m = kgen.load(tmp_path / "own.kdsl")
+        m.shifted(integers(64, 256), integers(256), backend=backend)
+    assert m.shifted.restored
+    x, w, graph = integers(96, 256), integers(256), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = m.shifted(x, w, 2.0, backend=backend)
+    x.copy_(integers(96, 256))
+    graph.replay()
+    assert torch.equal(y, shifted(x, w, 2.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

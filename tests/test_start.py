@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import kgen
-from kgen.runtime import checked_modules
-from kgen.runtime.backends import cuda, triton
+from kgen.runtime import checked_modules, installation
+from kgen.runtime.backends import cuda
 from kgen.runtime.cache import CACHE, cache_key
 
 TEXT = """
@@ -98,9 +98,9 @@ def test_a_mistake_is_told_each_time(folder: Path) -> None:
 
 def test_the_tree_is_the_one_that_was_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "own.kdsl"
-    parsed = checked_modules.checked(path)
+    parsed = checked_modules.checked(path).module
     monkeypatch.setattr("kgen.dsl.modules.load", lambda _: pytest.fail("parsed again"))
-    found = checked_modules.checked(path)
+    found = checked_modules.checked(path).module
     assert found == parsed and repr(found) == repr(parsed)
     assert found.kernels[0].span.source.text == parsed.kernels[0].span.source.text
 
@@ -142,7 +142,7 @@ def test_an_entry_that_is_none_of_ours(folder: Path, payload: bytes) -> None:
 
 def test_tritons_version_without_triton() -> None:
     module = pytest.importorskip("triton")
-    assert triton.version.__wrapped__() == module.__version__
+    assert installation.triton_version.__wrapped__() == module.__version__
 
 
 def test_nvrtcs_version_is_remembered_for_this_installation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kgen.cli import app
 from kgen.codegen.program import Program
 from kgen.runtime import tune, tuned
 from kgen.runtime.ahead import Choices
-from kgen.runtime.backends.base import Built
+from kgen.runtime.backends.launch import Built
 from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.loading import load_packaged
 from kgen.runtime.tune import Job, Machine, Options, Outcome
@@ -108,7 +108,7 @@ def test_the_fastest_is_kept_and_calls_take_it(direction: str, backend: str) -> 
         used = training.forward if direction == "training" else training.backward
         torch.testing.assert_close(x.grad, _gradient(x, w))
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (256,), w, 1e-6))
-    (built,) = used._plans._values.values()
+    (built,) = used.plans._values.values()
     assert built.program is not None
     assert (built.program.schedule.threads, built.program.schedule.rows) == (best["threads"], best["rows"])
     assert built.program.schedule.by == "tuned"

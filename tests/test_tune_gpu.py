@@ -61,7 +61,7 @@ def test_calls_take_the_faster_backend_and_its_schedule() -> None:
         with events.launches() as seen:
             y = fresh(x)
         assert [launch.executor for launch in seen] == [name]
-        (built,) = fresh._plans._values.values()
+        (built,) = fresh.plans._values.values()
         assert (built.program.schedule.threads, built.program.schedule.by) == (256, "tuned")
         q = ask(fresh, {"x": x})
         assert compare(y, q.expected["y"], q.bound["y"]).ok

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, DType
+from kgen.dsl.signature import ScalarParam, Signature, Specialization, TensorParam
 from kgen.dsl.source import Span
-
-
-@dataclass(frozen=True)
-class Specialization:
-    """What a kernel is specialised to: a dtype for each dtype variable, a value for each const parameter, and the
-    names of the optional tensors that are there."""
-
-    dtypes: Mapping[str, DType]
-    consts: Mapping[str, int | float | bool] = field(default_factory=dict)
-    present: frozenset[str] = frozenset()
-
 
 # Up to this step each is marked; beyond it marks are further apart, so that a body of any length takes linear time.
 _STEPS = 64

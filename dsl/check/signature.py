@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES, DType
+from kgen.dsl.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.source import Span
 
 # Spellings from other languages, mapped to ours so that the message can name the right one.
@@ -18,58 +17,6 @@ _ALIASES = {
     "fp64": "f64", "half": "f16", "double": "f64", "bfloat16": "bf16", "int": "i32", "int8": "i8", "int16": "i16",
     "int32": "i32", "int64": "i64", "long": "i64", "uint8": "u8", "u16": "i32", "u32": "i64", "u64": "i64",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorParam:
-    """A tensor argument. `dtype` is a dtype name or a dtype variable; `shape` is over dimensions and const ints.
-
-    `follows` is set in a backward for the gradient of an optional tensor: the one whose presence it shares.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[Poly, ...]
-    star: bool
-    role: str  # "in" | "out" | "inout"
-    optional: bool
-    span: Span
-    follows: str = ""
-
-
-@dataclass(frozen=True)
-class ScalarParam:
-    """A scalar argument; `const` ones are compile-time. `default` is None where the caller must give it."""
-
-    name: str
-    dtype: str
-    const: bool
-    default: int | float | bool | None
-    span: Span
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The header of a kernel. `dims` are its dimension symbols in order of first appearance, `star_dims` those
-    written `*M`; `dtype_vars` maps each dtype variable to what it may stand for."""
-
-    name: str
-    doc: str
-    params: tuple[TensorParam | ScalarParam, ...]
-    outputs: tuple[TensorParam, ...]
-    dims: tuple[str, ...]
-    star_dims: frozenset[str]
-    dtype_vars: dict[str, tuple[DType, ...]]
-
-    @cached_property
-    def tensors(self) -> tuple[TensorParam, ...]:
-        """Every tensor argument: inputs in order, then outputs."""
-        return tuple(p for p in self.params if isinstance(p, TensorParam)) + self.outputs
-
-    @cached_property
-    def scalars(self) -> tuple[ScalarParam, ...]:
-        """Every scalar argument, const ones too."""
-        return tuple(p for p in self.params if isinstance(p, ScalarParam))
 
 
 def signature_of(kernel: ast.Kernel, diagnostics: Diagnostics) -> Signature:

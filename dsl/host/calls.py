@@ -8,11 +8,11 @@ from kgen.dsl import ast
 from kgen.dsl.affine import Poly
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, REDUCTIONS
 from kgen.dsl.check.expressions import suggestion
-from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
 from kgen.dsl.host.scope import Scope, Stop, shape_text
+from kgen.dsl.signature import ScalarParam, Signature, TensorParam
 
 if TYPE_CHECKING:
     from kgen.dsl.host.expressions import Expressions

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
-from kgen.dsl.check.signature import Signature
+from kgen.dsl.signature import Signature
 from kgen.dsl.source import Span
 
 

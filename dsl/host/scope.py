@@ -9,13 +9,13 @@ from functools import cached_property
 from kgen.dsl import ast
 from kgen.dsl.affine import FloorDiv, Poly, Sym
 from kgen.dsl.check.scope import Choices
-from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES, DType
 from kgen.dsl.host import ir
 from kgen.dsl.host.rows import Mixes, Rows, rows_of
 from kgen.dsl.host.state import Fault, State, name_of, unwritten
 from kgen.dsl.host.values import Numbers, Values
+from kgen.dsl.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.source import Span
 
 GRADIENT = "d_"  # before the name of a parameter: its gradient

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from kgen.dsl import ast
-from kgen.dsl.check.signature import Signature, TensorParam
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
+from kgen.dsl.signature import Signature, TensorParam
 from kgen.dsl.source import Span
 
 Key = tuple[object, ...]

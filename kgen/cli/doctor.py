@@ -195,7 +195,7 @@ def _tuned() -> Finding:
     try:
         import torch
 
-        from kgen.runtime.tuned import device_name
+        from kgen.runtime.installation import device_name
         from kgen.runtime.tuned_store import driver_of, load, shipped_path, switched_off, user_path
     except Exception:  # told by the line of torch
         return Finding("tuned", "note", "unknown without torch")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
-import os
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kgen.codegen.program import Program
 from kgen.runtime import events
-from kgen.runtime.backends.base import Built, Generated
+from kgen.runtime.backends.base import Generated
 from kgen.runtime.backends.driver import Binary, Loaded
+from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import CACHE, Cache, cache_key
 from kgen.runtime.foreign_caches import before_cupy
+from kgen.runtime.installation import nvrtc_installation
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
@@ -40,7 +39,7 @@ class Cuda(Generated):
 
         def build(p: Program) -> Built:
             cubin, _ = compiled(p, arch, cache)
-            return Loaded(p, Binary(cubin, p.schedule.threads, p.shared_bytes, 0), device)
+            return Loaded(p, Binary(cubin, p.schedule.threads, p.shared_bytes, 0, binary_key(p, arch)), device)
 
         return build_stages(program, build, device)
 
@@ -76,21 +75,24 @@ def nvrtc_version() -> str | None:
     return None if known is None else known.decode()
 
 
-@cache
 def _installation() -> str:
-    """The key of what says which NVRTC CuPy loads: the versions of the installed packages, and where it looks."""
-    spec = importlib.util.find_spec("cupy_backends")
-    parts = [os.environ.get(name, "") for name in ("CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH")]
-    for place in [] if spec is None else spec.submodule_search_locations or []:
-        site = Path(place).parent
-        parts += [place, *sorted(p.name for p in site.glob("*.dist-info") if p.name.startswith(("cupy", "nvidia")))]
-    return cache_key("nvrtc", *parts)
+    """The key of what says which NVRTC CuPy loads."""
+    return cache_key("nvrtc", *nvrtc_installation())
+
+
+def binary_key(program: Program, arch: str) -> str:
+    """What the cache has the cubin of `program` for `arch` under."""
+    from kgen.runtime import nvrtc
+
+    return cache_key(
+        "cuda", program.source, program.entry, nvrtc_version() or nvrtc.version(), *nvrtc.NUMERICS_FLAGS, arch
+    )
 
 
 def compiled(program: Program, arch: str, cache: Cache) -> tuple[bytes, dict[str, Any]]:
     """The cubin of `program` for `arch` and its resources, from the cache or from NVRTC.
 
-    An entry is one line of JSON and the cubin.
+    An entry, which `binary_key` names, is one line of JSON and the cubin.
     """
     from kgen.runtime import nvrtc
 
@@ -103,10 +105,7 @@ def compiled(program: Program, arch: str, cache: Cache) -> tuple[bytes, dict[str
         events.count("compile:cuda")
         return json.dumps(asdict(result.resources)).encode() + b"\n" + result.cubin
 
-    key = cache_key(
-        "cuda", program.source, program.entry, nvrtc_version() or nvrtc.version(), *nvrtc.NUMERICS_FLAGS, arch
-    )
-    meta, _, cubin = cache.get_or_build(key, build).partition(b"\n")
+    meta, _, cubin = cache.get_or_build(binary_key(program, arch), build).partition(b"\n")
     if not built:
         events.count("load:cuda")
     return cubin, json.loads(meta)

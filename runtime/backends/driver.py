@@ -13,15 +13,17 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kgen.codegen.program import Arg, Program
-from kgen.dsl.dtypes import BF16, DType
-from kgen.runtime.backends.base import Built, Launch, ScalarValue, Slots, bf16_bits, programs
+from kgen.dsl.dtypes import BF16
+from kgen.runtime.backends.launch import Built, Launch, ScalarValue, Slots, bf16_bits
 from kgen.runtime.errors import BackendError
-from kgen.runtime.layouts import Layout
+
+if TYPE_CHECKING:
+    from kgen.codegen.program import Program
+    from kgen.runtime.layouts import Layout
 
 _SUCCESS = 0
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -145,13 +147,58 @@ class Binary:
     """A compiled kernel.
 
     threads: of a program. shared: bytes of dynamic shared memory that a launch asks for. nulls: parameters behind those
-    of the program that take a null pointer.
+    of the program that take a null pointer. key: what the cache has the cubin under, behind a line about it; "" for one
+    that is not there.
     """
 
     cubin: bytes
     threads: int
     shared: int
     nulls: int
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the driver is told of each launch alike, and where the rest goes: the stream, addresses and scalars.
+
+    entry: the kernel, for messages. grid: the number of programs, each of `cluster` blocks. dtypes: of the program's
+    arguments, by name; `slots` says what they are.
+    """
+
+    entry: str
+    grid: int
+    cluster: int
+    threads: int
+    shared: int
+    nulls: int
+    dtypes: tuple[str, ...]
+    slots: Slots
+
+
+# What is loaded, by `Binary.key`, name and device: calls of one variant share it, however each was found.
+loaded: dict[tuple[str, str, int], int] = {}
+
+
+def load(binary: Binary, entry: str, index: int) -> int:
+    """The function `entry` of `binary`, in the primary context of device `index`. Raises BackendError, also where the
+    current stream is being captured: to load is no part of a CUDA graph."""
+    found = loaded.get((binary.key, entry, index)) if binary.key else None
+    if found is not None:
+        return found
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            f"{entry}: it is not loaded yet, which a CUDA graph capture cannot record; call it once before the capture "
+            f"to warm up"
+        )
+    with current(index):
+        try:
+            function = driver().load(binary.cubin, entry, binary.shared)
+        except BackendError as error:
+            raise BackendError(f"{entry}: the driver cannot load the kernel on cuda:{index}: {error}") from None
+    if binary.key:
+        loaded[binary.key, entry, index] = function
+    return function
 
 
 class Loaded(Built):
@@ -161,16 +208,20 @@ class Loaded(Built):
         self.program = program
         self.binary = binary
         self.index = device.index if device.index is not None else torch.cuda.current_device()
-        with current(self.index):
-            try:
-                self.function = driver().load(binary.cubin, program.entry, binary.shared)
-            except BackendError as error:
-                raise BackendError(f"{program.entry}: the driver cannot load the kernel on {device}: {error}") from None
+        self.function = load(binary, program.entry, self.index)
 
     def prepare(self, layout: Layout) -> tuple[Launch, int]:
+        from kgen.runtime.backends.base import programs  # and with it the compiler, which a stored launch does not need
+
         assert self.program is not None
+        b, args = self.binary, self.program.args
         grid = programs(self.program, layout)
-        return DeviceLaunch(self, self.program, layout, grid), grid
+        dtypes = tuple(a.dtype.name for a in args)
+        form = Form(
+            self.program.entry, grid, self.program.schedule.cluster, b.threads, b.shared, b.nulls, dtypes,
+            Slots.of(args, layout),
+        )  # fmt: skip
+        return DeviceLaunch(self.function, self.index, form, b.key), grid
 
     def resident(self) -> int | None:
         assert self.program is not None
@@ -188,15 +239,16 @@ class DeviceLaunch:
     here. `tensors` and `scalars` say which of the call's are arguments, in their order in a frame.
     """
 
-    def __init__(self, loaded: Loaded, program: Program, layout: Layout, grid: int) -> None:
-        slots = Slots.of(program.args, layout)
-        self._loaded, self._entry, self._grid = loaded, program.entry, grid
+    def __init__(self, function: int, index: int, form: Form, binary: str = "") -> None:
+        """`function` as the driver knows it, in the primary context of device `index`; `binary` is `Binary.key`."""
+        slots = form.slots
+        self.form, self.binary = form, binary
         self._driver = driver()
-        self.start, self.function, self.index = self._driver.launch, loaded.function, loaded.index
-        self.template = Template(loaded.binary, program.args, slots, grid * program.schedule.cluster)
+        self.start, self.function, self.index = self._driver.launch, function, index
+        self.template = Template(form)
         self.tensors, self.scalars = (tuple(k for _, k in some) for some in (slots.tensors, slots.scalars))
-        dtypes = [program.args[i].dtype for i, _ in slots.scalars]
-        self.is_bf16 = tuple(d == BF16 for d in dtypes)
+        dtypes = [form.dtypes[i] for i, _ in slots.scalars]
+        self.is_bf16 = tuple(d == BF16.name for d in dtypes)
         parts = [_HEAD, f"{len(self.tensors)}P", *(_slot_format(d) for d in dtypes)]
         self.pack = struct.Struct("".join(parts)).pack_into
         # Frames that no call is using. A call takes one out and puts it back, and either is one uninterruptible step,
@@ -235,11 +287,11 @@ class DeviceLaunch:
                 code = self.start(config, self.function, pointers, None)
         if code:
             what = self._driver.what(code)
-            raise BackendError(f"{self._entry}: the launch of {self._grid} programs failed: {what}")
+            raise BackendError(f"{self.form.entry}: the launch of {self.form.grid} programs failed: {what}")
 
 
-def _slot_format(dtype: DType) -> str:
-    code = _FORMATS[dtype.name]
+def _slot_format(dtype: str) -> str:
+    code = _FORMATS[dtype]
     return f"{code}{_SLOT - struct.calcsize('@' + code)}x"
 
 
@@ -254,17 +306,18 @@ class Template:
     slot of zeros; then a pointer to each of them in the order of the kernel's parameters.
     """
 
-    def __init__(self, binary: Binary, args: Sequence[Arg], slots: Slots, grid: int) -> None:
+    def __init__(self, form: Form) -> None:
+        slots, args = form.slots, form.dtypes
         varying = [i for i, _ in (*slots.tensors, *slots.scalars)]
         fixed = [i for i in range(len(args)) if i not in set(varying)]
         place = {i: _CONFIG.size + _SLOT * n for n, i in enumerate((*varying, *fixed))}
         zeros = _CONFIG.size + _SLOT * len(args)
-        self._offsets = [place[i] for i in range(len(args))] + [zeros] * binary.nulls
+        self._offsets = [place[i] for i in range(len(args))] + [zeros] * form.nulls
         self._table = zeros + _SLOT
         self._blank = bytearray(self._table + _SLOT * len(self._offsets))
-        _CONFIG.pack_into(self._blank, 0, grid, 1, 1, binary.threads, 1, 1, binary.shared, 0, 0, 0)
+        _CONFIG.pack_into(self._blank, 0, form.grid * form.cluster, 1, 1, form.threads, 1, 1, form.shared, 0, 0, 0)
         for i in fixed:
-            struct.pack_into("@" + _slot_format(args[i].dtype), self._blank, place[i], slots.values[i])
+            struct.pack_into("@" + _slot_format(args[i]), self._blank, place[i], slots.values[i])
 
     def frame(self) -> Frame:
         """A new frame, full but for the stream, addresses and scalars."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kgen.codegen.program import Arg, Program
-from kgen.runtime.backends.base import Built, Generated, Launch, ScalarValue, Slots, bf16_bits, programs
+from kgen.runtime.backends.base import Generated, programs
+from kgen.runtime.backends.launch import Built, Launch, ScalarValue, Slots, bf16_bits
 from kgen.runtime.cache import Cache, temporary_folder
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages

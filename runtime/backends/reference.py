@@ -9,7 +9,8 @@ import torch
 from kgen.codegen.interpret import interpret
 from kgen.codegen.knobs import Knobs
 from kgen.dsl import ir
-from kgen.runtime.backends.base import Built, Executor, Launch, ScalarValue
+from kgen.runtime.backends.base import Executor
+from kgen.runtime.backends.launch import Built, Launch, ScalarValue
 from kgen.runtime.cache import Cache
 from kgen.runtime.layouts import Layout
 

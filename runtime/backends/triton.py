@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import os
 import re
 import sys
 from functools import cache as memoised
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +14,12 @@ import torch
 from kgen.codegen.program import Program
 from kgen.codegen.variant import Variant
 from kgen.runtime import events
-from kgen.runtime.backends.base import Built, Generated
+from kgen.runtime.backends.base import Generated
 from kgen.runtime.backends.driver import Binary, Loaded
+from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import Cache, cache_key, temporary_folder
 from kgen.runtime.errors import BackendError
+from kgen.runtime.installation import triton_is_installed, triton_version
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
@@ -34,7 +33,7 @@ class Triton(Generated):
     def why_unavailable(self, device: torch.device) -> str | None:
         if not torch.cuda.is_available():
             return "torch sees no CUDA device; it needs an NVIDIA GPU, its driver and a CUDA build of torch"
-        if importlib.util.find_spec("triton") is None:
+        if not triton_is_installed():
             return missing_triton()
         if _interprets():
             return "Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it"
@@ -72,21 +71,6 @@ def _interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-@memoised
-def version() -> str:
-    """Triton's version. Read from its file, as importing Triton takes longer than all else that a process does which
-    finds its kernels in the cache."""
-    spec = importlib.util.find_spec("triton")
-    if spec is not None and spec.origin is not None:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            found = re.search(r"^__version__ = ['\"](\S+)['\"]$", Path(spec.origin).read_text(encoding="utf-8"), re.M)
-            if found:
-                return found[1]
-    import triton
-
-    return triton.__version__
-
-
 def compiled(program: Program, variant: Variant, capability: int, cache: Cache) -> Binary:
     """The binary of `program` for compute capability `capability`, from the cache or from Triton.
 
@@ -113,11 +97,11 @@ def compiled(program: Program, variant: Variant, capability: int, cache: Cache) 
         "attributes": attributes(program, variant),
     }
     arch = f"sm_{capability}"
-    key = cache_key("triton", program.source, program.entry, version(), repr(given), arch)
+    key = cache_key("triton", program.source, program.entry, triton_version(), repr(given), arch)
     head, _, cubin = cache.get_or_build(key, build).partition(b"\n")
     if not built:
         events.count("load:triton")
-    return Binary(cubin=cubin, **json.loads(head))
+    return Binary(cubin=cubin, key=key, **json.loads(head))
 
 
 def added_pointers(program: Program, metadata: Any, ptx: str) -> int:
@@ -137,7 +121,7 @@ def added_pointers(program: Program, metadata: Any, ptx: str) -> int:
     added = parameters[len(program.args) :]
     if len(parameters) < len(program.args) or any(kind != "u64" for kind in added):
         raise BackendError(
-            f"{program.entry}: Triton {version('triton')} compiled {len(program.args)} arguments to the parameters "
+            f"{program.entry}: Triton {triton_version()} compiled {len(program.args)} arguments to the parameters "
             f"{', '.join(parameters) or 'of none'}; kgen does not know this version"
         )
     return len(added)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kgen.codegen.program import Program
-from kgen.runtime.backends.base import Built, Generated, Launch, ScalarValue, Slots, programs
+from kgen.runtime.backends.base import Generated, programs
+from kgen.runtime.backends.launch import Built, Launch, ScalarValue, Slots
 from kgen.runtime.backends.triton import missing_triton
 from kgen.runtime.cache import Cache
 from kgen.runtime.layouts import Layout
