@@ -284,7 +284,7 @@ def _figures(m: Made, job: Job) -> dict[str, Any]:
     s = m.planned.program.schedule
     shown = {"threads": s.threads, "rows": s.rows, "chunks": dict(s.chunks), "programs": s.programs}
     if job.backend == "cuda":
-        shown["vector"] = s.vector
+        shown |= {"vector": s.vector} | ({"cluster": s.cluster} if s.cluster > 1 else {})
     out: dict[str, Any] = {"default": m.planned.knobs is None, "schedule": shown}
     return out | ({"registers": max(r.registers for r in m.resources)} if m.resources else {})
 

@@ -69,6 +69,13 @@ kernel shifted(x: inout T[M, N]):
     tile n in N
     x[m, n] = x[m, N - 1 - n] * 0.5 + sum(x[m, n], n)
 
+kernel reversed(x: inout T[M, N]) -> (s: f32[M]):
+    parallel m in M
+    tile n in N
+    total = sum(x[m, n], n)
+    x[m, n] = x[m, N - 1 - n] * 0.5
+    s[m] = total
+
 kernel rms_norm_grad(d_y: T[*M, N], x: T[*M, N], w: W[N], rstd: f32[*M]) -> (d_x: T[*M, N], d_w: W[N]):
     parallel m in M
     tile n in N
@@ -165,8 +172,9 @@ def test_two_axes(n: int, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("n", [256, 1001])
-def test_what_other_blocks_read_is_overwritten_behind_a_barrier(n: int) -> None:
-    c = call(TEXT, "shifted", **arguments("shifted", 3, n))
+@pytest.mark.parametrize("kernel", ["shifted", "reversed"])
+def test_what_other_blocks_read_is_overwritten_behind_a_barrier(kernel: str, n: int) -> None:
+    c = call(TEXT, kernel, **arguments(kernel, 3, n))
     for seed in SEEDS:
         within_bounds(c, cuda_kit.run(c, in_cluster(4, 64, 1), seed))
 
@@ -420,7 +428,7 @@ def test_gpu(kernel: str, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_gpu_knobs() -> None:
     """Schedules as a tuner would set them, for kernels that do not take a cluster by themselves."""
-    for kernel, n in (("softmax", 8192), ("kinds", 5000), ("two_axes", 700), ("shifted", 3001)):
+    for kernel, n in (("softmax", 8192), ("kinds", 5000), ("two_axes", 700), ("shifted", 3001), ("reversed", 3001)):
         for cluster in (2, 4, 8):
             first = "tile k in K, n in N" if kernel == "two_axes" else "tile n in N"
             head, mark, tail = TEXT.partition(f"kernel {kernel}(")

@@ -125,15 +125,18 @@ def test_shared_memory_starts_as_nan_in_every_block(cache_dir: Path) -> None:
 def test_who_leaves_is_not_waited_for(cache_dir: Path) -> None:
     text = """
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(64) leaves(int* y) {
+        const int at = blockIdx.x * 32 + threadIdx.x % 32, other = (1 - blockIdx.x) * 32 + threadIdx.x % 32;
+        if (threadIdx.x < 32) y[at] = 1;
         cluster_arrive();
         if (threadIdx.x >= 32) return;
         cluster_wait();
+        y[64 + at] = y[other];
         if (blockIdx.x == 1) return;
         cluster_barrier();
-        y[threadIdx.x] = 1;
+        y[128 + at] = 1;
     }"""
-    for seed in (None, 1, 2):
-        y = np.zeros(32, np.int32)
+    for seed in (None, *range(8)):
+        y = np.zeros(160, np.int32)
         compile_host(text, "leaves", cache_dir=cache_dir).launch(
             (2, 1, 1), (64, 1, 1), 0, [pointer(y)], order_seed=seed
         )

@@ -91,9 +91,8 @@ def sums_remark(ctx: Context, sums: Sums) -> str:
     over = ", ".join(sums.over)
     if sums.split is None:
         return f"Adds up the {sums.dim} partial sums, always in the same order."
-    return (
-        f"Persistent: {sums.dim} programs share out {over} and write a partial sum each, which another kernel adds up."
-    )
+    who = "programs" if ctx.schedule.cluster == 1 else "clusters"
+    return f"Persistent: {sums.dim} {who} share out {over} and write a partial sum each, which another kernel adds up."
 
 
 def _accumulator(ctx: Context, sums: Sums, s: ir.Accumulate) -> Accumulator:

@@ -144,7 +144,7 @@ def _column(la: LaunchCost) -> dict[str, str]:
     again = sum(r.again for r in a.requests)
     passes = max((r.passes for r in a.requests), default=0)
     spills = used.spill_store_bytes + used.spill_load_bytes
-    blocks = " blocks" if s.cluster > 1 else ""
+    blocks = "" if s.cluster == 1 else " block" if fits.programs == 1 else " blocks"
     by = ", ".join(fits.limited_by) if fits.programs else "one program does not fit"
     return {
         "schedule": f"{s.name}{chunks}" if s.name else "given",
