@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
+from kgen.dsl.builtins import CALLABLE_OPS
 from kgen.dsl.check.signature import index_poly
 from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.source import Span
 
 
@@ -46,6 +48,7 @@ class _Reading:
         self.shapes = {
             p.name: p.type.dims for p in (*kernel.params, *kernel.outputs) if isinstance(p.type, ast.TensorType)
         }
+        self.dtypes = DTYPES.keys() | {p.type.dtype for p in (*kernel.params, *kernel.outputs)}
         self.indices: set[str] = set()  # those that go over rows
         self.values: dict[str, frozenset[str]] = {}  # name -> the indices of rows that its value has
         self.stored: set[str] = set()
@@ -130,6 +133,8 @@ class _Reading:
                 return self._rows(e.left) | self._rows(e.right)
             case ast.Call():
                 over = [a for a in e.args if isinstance(a, ast.Name) and a.id in self.indices]
+                if over and (e.func in CALLABLE_OPS or e.func in self.dtypes):
+                    raise Mixes("uses the number of a row as a value", e.span)
                 if over:
                     raise Mixes(f"reduces over rows by {e.func}", e.span)
                 return frozenset[str]().union(*(self._rows(a) for a in e.args))

@@ -159,7 +159,7 @@ class State:
         if isinstance(rows, Mixes):
             raise Fault(
                 "K0618",
-                f"'{s.kernel}' {rows.reason}, which are those of one chunk here",
+                f"'{s.kernel}' {rows.reason}, and gets the rows of one chunk alone here",
                 s.span,
                 "call it on all rows before or after the loop, or let it sum over them with +=",
                 (f"at {rows.span}",),
