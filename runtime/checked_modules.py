@@ -79,7 +79,12 @@ def checked(path: str | os.PathLike[str]) -> Checked:
     check(module)
     if key is None:
         return Checked.of(module)
-    imported = [(s.path, _hash(Path(s.path))) for s in loaded.sources[1:]]
+    files = [_unchanged(s) for s in loaded.sources]
+    if None in files or _key_of(path, files[0] or b"") != key:
+        return Checked.of(module)  # a file was saved meanwhile: the tree is of another text than the key
+    imported = [
+        (s.path, _hashed(data)) for s, data in zip(loaded.sources[1:], files[1:], strict=True) if data is not None
+    ]
     CACHE.put(key, _packed(imported, module))
     return Checked.of(module, _content(key, imported))
 
@@ -111,7 +116,22 @@ def _key(path: str | os.PathLike[str]) -> str | None:
         text = Path(path).read_bytes()
     except (OSError, ValueError):
         return None
+    return _key_of(path, text)
+
+
+def _key_of(path: str | os.PathLike[str], text: bytes) -> str:
     return cache_key("module", os.fspath(path), text, language())
+
+
+def _unchanged(source: SourceFile) -> bytes | None:
+    """What is in the file of a source, if that is what was parsed."""
+    from kgen.dsl.lexing import normalised
+
+    try:
+        data = Path(source.path).read_bytes()
+        return data if normalised(SourceFile(source.path, data.decode())).text == source.text else None
+    except (OSError, ValueError):
+        return None
 
 
 def language() -> str:
@@ -173,6 +193,10 @@ class _Trees(pickle.Unpickler):
 
 def _hash(path: Path) -> str | None:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return _hashed(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def _hashed(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

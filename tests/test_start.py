@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import kgen
+from kgen.dsl import modules
 from kgen.runtime import checked_modules, installation
 from kgen.runtime.backends import cuda
 from kgen.runtime.cache import CACHE, cache_key
@@ -79,6 +80,33 @@ def test_a_changed_file_is_read_again(folder: Path, changed: str) -> None:
     (folder / changed).write_text(text.replace("twice(x[n])", "3.0 * x[n]").replace("a + a", "a + a + a"))
     assert kgen.load(folder / "own.kdsl").doubled(x).tolist() == [3.0] * 3
     (folder / changed).write_text(text)
+    assert kgen.load(folder / "own.kdsl").doubled(x).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("saved", ["own.kdsl", "others.kdsl"])
+@pytest.mark.parametrize("when", ["before it is parsed", "behind it"])
+def test_a_file_that_is_saved_while_it_is_loaded(
+    folder: Path, saved: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept for the old text is not what the new one means, nor the other way round."""
+    text = (folder / saved).read_text()
+    new = text.replace("twice(x[n])", "3.0 * x[n]").replace("a + a", "a + a + a")
+    before = modules.load
+
+    def load(path: Path) -> modules.LoadedModule:
+        if when != "behind it":
+            (folder / saved).write_text(new)
+            return before(path)
+        loaded = before(path)
+        (folder / saved).write_text(new)
+        return loaded
+
+    x = torch.ones(3)
+    with monkeypatch.context() as m:
+        m.setattr(modules, "load", load)
+        kgen.load(folder / "own.kdsl")
+    assert kgen.load(folder / "own.kdsl").doubled(x).tolist() == [3.0] * 3
+    (folder / saved).write_text(text)
     assert kgen.load(folder / "own.kdsl").doubled(x).tolist() == [2.0] * 3
 
 
