@@ -82,9 +82,8 @@ def checked(path: str | os.PathLike[str]) -> Checked:
     files = [_unchanged(s) for s in loaded.sources]
     if None in files or _key_of(path, files[0] or b"") != key:
         return Checked.of(module)  # a file was saved meanwhile: the tree is of another text than the key
-    imported = [
-        (s.path, _hashed(data)) for s, data in zip(loaded.sources[1:], files[1:], strict=True) if data is not None
-    ]
+    pairs = zip(loaded.sources[1:], files[1:], strict=True)
+    imported: Imported = [(s.path, _hashed(data)) for s, data in pairs if data is not None]
     CACHE.put(key, _packed(imported, module))
     return Checked.of(module, _content(key, imported))
 
