@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from kgen.codegen import ladders
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.cuda.expr import polynomial
 from kgen.codegen.cuda.hoist import hoist
@@ -238,10 +239,14 @@ class Context:
         return pack.name
 
     def streamed(self, tensor: str) -> bool:
-        """Whether what is stored to `tensor` here is not read again, while the rows around it are: in passes over
-        chunks, but for sums that go on in memory."""
+        """Whether what is stored to `tensor` here may leave the caches first: in passes over chunks it is not read
+        again, while the rows around it are. Sums that go on in memory are."""
         sums = self.scheduled.sums
-        return self.loop is not None and (sums is None or tensor not in sums.zeroed)
+        if self.loop is None or (sums is not None and tensor in sums.zeroed):
+            return False
+        t = self.kernel.tensor(tensor)
+        row = self.kernel.axis(self.loop[0]).extent.constant * t.dtype.itemsize
+        return t.role != "inout" or row > ladders.STREAMED_IN_PLACE
 
     # -- layout --------------------------------------------------------------------------------------------------
     def axis(self, name: str) -> AxisLayout:
