@@ -269,13 +269,18 @@ class _Emitter:
             threads += f", {s.cluster} blocks a cluster (sm_90 or later)"
         if ctx.flat:
             a = ctx.layout.row
-            out.append(f"{threads}, each with {a.slots * a.vector} points in vectors of {a.vector}.")
+            points = a.slots * a.vector
+            vectors = f" in vectors of {a.vector}" if a.vector > 1 else ""
+            out.append(f"{threads}, each with {points} point{'s' if points > 1 else ''}{vectors}.")
         else:
             rows = f"{s.rows} rows" if s.rows > 1 else "one row"
             vectors = [f"vectors of {a.vector} along {a.name}" for a in ctx.layout.axes if a.vector > 1]
             out.append(", ".join([threads, rows, *vectors]) + ".")
         if ctx.scheduled.sums is not None:
             out.append(sums_remark(ctx, ctx.scheduled.sums))
+        if self.waiting:
+            held = ", ".join(sorted(self.waiting))
+            out.append(f"Not __restrict__: the outputs, nor {held}, so that these are loaded where they are used.")
         return [line.rstrip().rstrip("\\").rstrip() for line in out]
 
 
