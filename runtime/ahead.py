@@ -24,6 +24,7 @@ from kgen.dsl.check import Signature, Specialization, elaborate, example_sizes, 
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import BF16, DTYPES, DType
 from kgen.runtime import nvrtc
+from kgen.runtime.backends.base import keep_templates
 from kgen.runtime.cache import CACHE, Cache, cache_key
 from kgen.runtime.errors import ArgumentError, BackendError
 from kgen.runtime.foreign_caches import before_triton_compiles
@@ -95,6 +96,7 @@ class Target:
             from kgen.codegen.cuda.emit import emit
         else:
             from kgen.codegen.triton.emit import emit
+        keep_templates(CACHE)
         return emit(self.scheduled(backend, num_sms, knobs, capability))
 
     def launches(self, backend: str, archs: Iterable[str] = ()) -> tuple[Program, ...]:

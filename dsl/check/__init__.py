@@ -25,6 +25,7 @@ from kgen.dsl.check.statements import Statements
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import BF16, DTYPES, F32, F64, DType
 from kgen.dsl.proofs import is_proved, prove_kernel
+from kgen.dsl.proofs.claims import index_names
 from kgen.dsl.source import Span
 
 __all__ = [
@@ -245,9 +246,7 @@ def _elaborate(
     used = {name for t in tensors for p in t.shape for name in p.symbols}
     used |= {name for a in scope.axes.values() for name in a.extent.symbols}
     used |= {name for r in scope.requires for p in (r.left, r.right) for name in p.symbols}
-    used |= {
-        name for s in scope.body for e in ir.walk(s.value) if isinstance(e, ir.IndexValue) for name in e.index.symbols
-    }
+    used = used.union(*map(index_names, scope.body))
     result = ir.Kernel(
         name=kernel.name,
         doc=kernel.doc,
@@ -267,11 +266,13 @@ def _elaborate(
         values=tuple((n, v.name) for n, v in scope.values.items() if isinstance(v, ir.Ref)),
         schedules=tuple(r.rule for r in rules),
     )
-    for poly, span in _polynomials(result) if not is_proved(result) else ():
-        if poly.divides_by_zero:
-            diagnostics.error("K0226", "a divisor is 0 here", span, help="give the const parameter another value")
+    if not is_proved(result):
+        for poly, span in _polynomials(result):
+            if poly.divides_by_zero:
+                diagnostics.error("K0226", "a divisor is 0 here", span, help="give the const parameter another value")
+        if len(diagnostics.items) == before:
+            prove_kernel(result, diagnostics)
     if len(diagnostics.items) == before:
-        prove_kernel(result, diagnostics)
         check_reached(result, rules, diagnostics)
     return result if len(diagnostics.items) == before else None
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 from kgen.dsl.affine import Poly
 from kgen.dsl.host import ir
@@ -337,8 +338,13 @@ class State:
 def name_of(v: ir.View) -> str:
     """What the program calls the tensor of `v` where it stands; of a value without a name the expression."""
     text = v.span.text
+    return _name(text) or (text if len(text) < 40 else v.tensor)
+
+
+@lru_cache(maxsize=1024)
+def _name(text: str) -> str | None:
     found = re.fullmatch(r"(\w+)(\[\w+\])?(\.T)*", text)
-    return found[1] if found else text if len(text) < 40 else v.tensor
+    return found[1] if found else None
 
 
 def unwritten(name: str, span: Span) -> Fault:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kgen.dsl import ir
-from kgen.dsl.affine import Poly
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.proofs.bounds import check_bounds
+from kgen.dsl.proofs.claims import Claims, claims_of
 from kgen.dsl.proofs.elements import Prover
 from kgen.dsl.proofs.inplace import check_inplace, loads_before_store, needs_barrier
 from kgen.dsl.proofs.prove import Facts
@@ -19,7 +19,7 @@ def prove_kernel(kernel: ir.Kernel, diagnostics: Diagnostics) -> None:
 
     Assumes what `kgen.dsl.check` has settled: names, index sets, dtypes, and as many subscripts as dimensions.
     """
-    claims = _claims(kernel)
+    claims = claims_of(kernel)
     if claims in _proved:
         return
     prover, found = Prover(kernel), Diagnostics()
@@ -36,29 +36,10 @@ def prove_kernel(kernel: ir.Kernel, diagnostics: Diagnostics) -> None:
 
 def is_proved(kernel: ir.Kernel) -> bool:
     """Whether this process has proved of another kernel all that `prove_kernel` would prove of this one."""
-    return _claims(kernel) in _proved
+    return claims_of(kernel) in _proved
 
 
 # What this process has proved. A kernel is elaborated for several dtypes and along many paths, and only some of them
 # differ in a subscript.
-_proved: dict[tuple[object, ...], None] = {}
+_proved: dict[Claims, None] = {}
 MAX_PROVED = 2048
-
-
-def _claims(kernel: ir.Kernel) -> tuple[object, ...]:
-    """All of a kernel that the proofs read, positions and dtypes aside. Of a subscript that is a value they read only
-    that it is one."""
-    body: list[object] = []
-    for s in kernel.body:
-        for e in ir.walk(s.value):
-            if isinstance(e, ir.Load):
-                body.append((e.tensor, *(p if isinstance(p, Poly) else None for p in e.at)))
-            elif isinstance(e, ir.IndexValue):
-                body.append(e.index)
-        body.append((type(s).__name__, *(() if isinstance(s, ir.Let) else (s.tensor, *s.at))))
-    return (
-        tuple((a.name, a.kind, a.extent) for a in kernel.axes),
-        tuple((r.op, r.left, r.right) for r in kernel.requires),
-        tuple((t.name, t.role, t.star, t.shape) for t in kernel.tensors),
-        *body,
-    )
