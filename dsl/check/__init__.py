@@ -59,17 +59,23 @@ def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
             sound.setdefault(kernel.name, signature)
             continue
         # f32 finds everything that does not depend on a dtype; the other two find what does.
+        clean = True
         for assumed in (F32, BF16, F64) if signature.dtype_vars else (F32,):
-            choices = Choices()
+            # Apart from what was told before: a mistake that is told already is one of this kernel too.
+            choices, found = Choices(), Diagnostics()
             while True:
-                _elaborate(kernel, signature, functions, diagnostics, None, choices, assumed)
+                _elaborate(kernel, signature, functions, found, None, choices, assumed)
                 if not choices.next_path():
                     break
+            clean = clean and not found.items
+            for d in found.items:
+                diagnostics.add(d)
             if len(diagnostics.items) > before:
                 break
         else:
             sound.setdefault(kernel.name, signature)
-            _keep(written)
+            if clean:
+                _keep(written)
     for backward in module.backwards:
         _check_backward(module, backward, sound, functions, diagnostics)
 
