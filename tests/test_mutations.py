@@ -31,7 +31,7 @@ import torch
 import kgen
 from kgen.codegen.derive import derive, differentiable
 from kgen.ops import losses
-from kgen.runtime import autograd, kernel, plan
+from kgen.runtime import autograd, plan, preparing
 from kgen.runtime import layouts as layout_module
 from kgen.runtime.host_executor import HostLaunchError
 from kgen.runtime.kernel import Kernel
@@ -491,7 +491,7 @@ BREAKS: dict[str, Break] = {
     ),
     # ---- sizes ----
     "nothing to do is launched": Break(
-        swapped(kernel, "prod", lambda sizes: 1),
+        swapped(preparing, "prod", lambda sizes: 1),
         (by(shapes.test_no_rows, "layer_norm", "triton"),),
     ),
     "offsets take 32 bits": Break(

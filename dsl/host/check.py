@@ -7,10 +7,11 @@ one. Both run the same code. Kernels of other files are checked with the ops tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kgen.dsl import ast
 from kgen.dsl import ir as tiles
@@ -227,22 +228,23 @@ def _elaborate(
     backward = sections.get("backward")
     done = _Forward((), {}, {}, {})
 
-    def turn() -> None:
-        nonlocal done
-        done = _turn(scope, backward)
+    left = _before([*sections["forward"].body, _Turn(), *(backward.body if backward is not None else ())], None)
 
-    steps: list[Callable[[], None]] = [partial(statements.block, (s,)) for s in sections["forward"].body] + [turn]
-    steps += [partial(statements.block, (s,)) for s in backward.body] if backward is not None else []
-
-    def restore(saved: tuple[Saved, _Forward]) -> None:
-        nonlocal done
-        known, done = saved
+    def restore(saved: tuple[Saved, _Forward, _Steps | None]) -> None:
+        nonlocal done, left
+        known, done, left = saved
         scope.restore(known)
 
-    for k in range(choices.resume(restore), len(steps)):
+    count = choices.resume(restore)
+    while left is not None:
         if spec is None:
-            choices.mark(k, lambda: (scope.save(), done))
-        steps[k]()
+            choices.mark(count, partial(_saved, scope, done, left))
+        step, left = left
+        if isinstance(step, _Turn):
+            done = _turn(scope, backward)
+        else:
+            left = _before(_performed(statements, step), left)
+        count += 1
     gradients = _gradients(scope) if backward is not None else {}
     if scope.broken or len(diagnostics.items) > before:
         return None
@@ -271,6 +273,51 @@ class _Forward:
     outputs: dict[str, str]
     made: dict[str, tuple[Operand, Span]]
     upstream: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The step between the sections."""
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """The step behind the branch of a choice that was taken."""
+
+    choice: host.If
+    by_gradients: bool
+
+
+# What is to be done: a step, and all behind it. A path that parts from the one before goes on with what was left there,
+# in a scope of its own.
+_Step = host.Stmt | _Turn | _Closed
+_Steps = tuple[_Step, Any]
+
+
+def _saved(scope: Scope, done: _Forward, left: _Steps) -> tuple[Saved, _Forward, _Steps]:
+    return scope.save(), done, left
+
+
+def _before(steps: Sequence[_Step], rest: _Steps | None) -> _Steps | None:
+    for step in reversed(steps):
+        rest = step, rest
+    return rest
+
+
+def _performed(statements: Statements, step: host.Stmt | _Closed) -> Sequence[_Step]:
+    """Do a step; the steps that it comes down to, where it is a choice."""
+    if isinstance(step, host.If):
+        try:
+            taken, by_gradients = statements.opened(step)
+        except Stop:
+            statements.poison(step)
+            return ()
+        return (*taken, _Closed(step, by_gradients))
+    if isinstance(step, _Closed):
+        statements.closed(step.choice, step.by_gradients)
+    else:
+        statements.block((step,))
+    return ()
 
 
 def _turn(scope: Scope, backward: host.Section | None) -> _Forward:

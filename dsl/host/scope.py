@@ -14,6 +14,7 @@ from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES, DType
 from kgen.dsl.host import ir
 from kgen.dsl.host.rows import Mixes, Rows, rows_of
 from kgen.dsl.host.state import Fault, State, name_of, unwritten
+from kgen.dsl.host.state import Saved as Holdings
 from kgen.dsl.host.values import Numbers, Values
 from kgen.dsl.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.source import Span
@@ -73,7 +74,7 @@ class Saved:
     results: dict[str, TensorParam]
     seen: dict[str, int]
     storage: dict[str, str]
-    state: State
+    state: Holdings
     values: Values
     asked: dict[str, bool]
     failed: set[str]
@@ -117,7 +118,7 @@ class Scope:
             dict(self.results),
             dict(self.seen),
             dict(self.storage),
-            self.state.copy(),
+            self.state.save(),
             self.values.copy(),
             dict(self.asked),
             set(self.failed),
@@ -137,7 +138,7 @@ class Scope:
         )
         self.names.clear()  # which may be more than a dictionary
         self.names.update(s.names)
-        self.state, self.values = s.state.copy(), s.values.copy()
+        self.state, self.values = State.restored(s.state), s.values.copy()
         self.asked, self.failed, self.body = dict(s.asked), set(s.failed), list(s.body)
         self.used, self.taken, self.broken = set(s.used), set(s.taken), s.broken
 

@@ -69,10 +69,8 @@ class Holding:
     changed: tuple[str, Span] | None = None
     here: _InLoop = field(default_factory=_InLoop)
 
-    def copy(self) -> Holding:
-        """One that changes by itself."""
-        here = _InLoop(self.here.read, self.here.peeked, self.here.filled, self.here.summed)
-        return Holding(self.loop, self.written, self.summed, self.extent, self.version, self.changed, here)
+
+Saved = list[tuple[str, str, bool, bool, Extent, int, tuple[str, Span] | None]]  # by tensor all but what a loop does
 
 
 class State:
@@ -83,12 +81,19 @@ class State:
         self.loop = ""  # the chunk of the loop that is being elaborated
         self.index = ""  # and its index as it is written
 
-    def copy(self) -> State:
-        """One that changes by itself."""
-        other = State()
-        other.holdings = {n: h.copy() for n, h in self.holdings.items()}
-        other.loop, other.index = self.loop, self.index
-        return other
+    def save(self) -> Saved:
+        """What is known between two statements that stand in no loop, for `restored`."""
+        return [(n, h.loop, h.written, h.summed, h.extent, h.version, h.changed) for n, h in self.holdings.items()]
+
+    @staticmethod
+    def restored(saved: Saved) -> State:
+        """A state like the one that was saved."""
+        made = State()
+        made.holdings = {
+            n: Holding(loop, written, summed, extent, version, changed)
+            for n, loop, written, summed, extent, version, changed in saved
+        }
+        return made
 
     def new(self, tensor: str, *, written: bool, inside: bool = True) -> None:
         """A tensor appears. `inside`: it belongs to the loop around, if there is one."""

@@ -48,12 +48,12 @@ class Statements:
             try:
                 handlers[type(s)](s)
             except Stop:
-                self._poison(s)
+                self.poison(s)
 
-    def _poison(self, s: host.Stmt) -> None:
+    def poison(self, s: host.Stmt) -> None:
         """Remember what a broken statement would have named, so that its uses are not reported too."""
         for inner in (*s.body, *s.orelse) if isinstance(s, host.If) else s.body if isinstance(s, host.Chunks) else ():
-            self._poison(inner)
+            self.poison(inner)
         targets = (
             s.targets if isinstance(s, host.Assign)
             else (s.target,) if isinstance(s, host.Accumulate)
@@ -285,16 +285,28 @@ class Statements:
                 scope.names[n], scope.seen[n] = names[n], seen.get(n, 0)
 
     def _if(self, s: host.If) -> None:
+        taken, by_gradients = self.opened(s)
+        self.block(taken)
+        self.closed(s, by_gradients)
+
+    def opened(self, s: host.If) -> tuple[tuple[host.Stmt, ...], bool]:
+        """The statements of the branch that is taken, and whether gradients were asked for; `closed` comes behind them.
+        Raises Stop for a condition that has no value."""
         scope = self.scope
         asked, scope.asked = scope.asked, {}
         truth = self.truth(s.condition)
         by_gradients, scope.asked = bool(scope.asked), asked | scope.asked
         scope.values.choices += by_gradients
-        self.block(s.body if truth else s.orelse)
+        return s.body if truth else s.orelse, by_gradients
+
+    def closed(self, s: host.If, by_gradients: bool) -> None:
+        """The end of a choice. What both branches of one by gradients assign counts as one value."""
+        scope = self.scope
         scope.values.choices -= by_gradients
-        signatures = {n: c.signature for n, c in scope.callees.items()} if by_gradients else {}
-        everywhere = assigned(s.body, signatures) & assigned(s.orelse, signatures) if by_gradients else ()
-        for name in everywhere:
+        if not by_gradients:
+            return
+        signatures = {n: c.signature for n, c in scope.callees.items()}
+        for name in assigned(s.body, signatures) & assigned(s.orelse, signatures):
             held = dict.get(scope.names, name)
             if held is not None and scope.tensors[held.tensor].role == "value":
                 scope.values.give(held.tensor, "either", str(s.span), name)
