@@ -246,9 +246,9 @@ def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
                 tuned = "".join(f"# tuned on {line}\n" for line in remarks(where, how.backend))
         return _Shown(tuned + "\n\n".join(scheduled_text(s).strip("\n") for s in (scheduled, *scheduled.then)))
     if stage in ("cuda", "triton"):
-        # A sum over programs is several launches, each with a source of its own.
-        program = made.program(stage, capability=capability(how.arch))
-        return _Shown("\n\n".join(p.source.strip("\n") for p in program.launches))
+        # A sum over programs is several launches; of Triton each is a module of its own, which may stand in one file.
+        sources = dict.fromkeys(p.source.strip("\n") for p in made.launches(stage, [how.arch]))
+        return _Shown("\n\n".join(sources))
     if stage == "cost":
         from kgen.runtime.cost import kernel_cost
 
