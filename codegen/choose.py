@@ -26,6 +26,7 @@ from kgen.codegen.online import pair, paired, steps_of
 from kgen.codegen.phases import phases
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
+from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
@@ -150,9 +151,9 @@ def _cuda_row(kernel: ir.Kernel, variant: Variant, num_sms: int, capability: int
 def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule:
     axis = vector_axis(kernel, variant)
     vector = vector_limit(kernel, variant, axis) if axis is not None else 1
-    sums = any(isinstance(s, ir.Accumulate) for s in kernel.body)
+    sums = has_sums(kernel)
     ladder = ladders.SUM_ROW_THREADS if sums else ladders.ROW_THREADS
-    threads = ladder[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
+    threads = ladder[whole_row_bytes(kernel)]
     while True:
         schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row"))
         # A whole row on 1024 threads has its multiprocessor to itself. In place, and where exponentials are held beside
@@ -178,9 +179,9 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int) -> Sched
 
 def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
     """With the distance over which rows are asked for ahead of their use."""
-    if any(isinstance(s, ir.Accumulate) for s in kernel.body):
+    if has_sums(kernel):
         return replace(schedule, ahead=ladders.SUM_AHEAD)
-    far = num_sms * ladders.ROW_AHEAD[row_bytes(kernel, held(kernel, Schedule(32, 1)))]
+    far = num_sms * ladders.ROW_AHEAD[whole_row_bytes(kernel)]
     return replace(schedule, ahead=-(-far // schedule.cluster) if schedule.rows == 1 else 0)
 
 
@@ -188,7 +189,7 @@ def _clusters_pay(kernel: ir.Kernel) -> bool:
     """Whether a row without sums over programs that does not fit a CTA is better held by a cluster than taken in
     chunks: where its CTAs meet once."""
     met = sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
-    wide = row_bytes(kernel, held(kernel, Schedule(32, 1))) > ladders.CLUSTER_BYTES
+    wide = whole_row_bytes(kernel) > ladders.CLUSTER_BYTES
     return wide and met == 1 and not _in_place(kernel)
 
 
@@ -211,7 +212,7 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
     ladder = ladders.LOOP_THREADS_IN_PLACE if _in_place(kernel) else ladders.LOOP_THREADS
     threads = ladder[row_bytes(kernel, whole)]
     most = ladders.LOOP_SLOTS[threads]
-    if any(isinstance(s, ir.Accumulate) for s in kernel.body):
+    if has_sums(kernel):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
@@ -265,6 +266,11 @@ def _legal(kernel: ir.Kernel, chunks: dict[str, int]) -> bool:
     return True
 
 
+def whole_row_bytes(kernel: ir.Kernel) -> int:
+    """`row_bytes` of the tile axes as they are."""
+    return row_bytes(kernel, held(kernel, Schedule(32, 1)))
+
+
 def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
     """Bytes of the tensor that has most in one row: of all its distinct accesses, for `extents` of the tile axes."""
     found: dict[str, dict[object, int]] = {}
@@ -316,7 +322,7 @@ def _triton_flat(leaves: bool) -> Schedule:
 
 def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     # A block of sums, which are not packed, is held beside the row from the first row to the last.
-    held_too = 3 if any(isinstance(s, ir.Accumulate) for s in kernel.body) else 1
+    held_too = 3 if has_sums(kernel) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):

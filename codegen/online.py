@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kgen.codegen.names import fresh, taken_names
-from kgen.codegen.phases import phases, refs
+from kgen.codegen.phases import below, phases, refs
 from kgen.codegen.schedule import Finish, Loop, Partial, Schedule, Step, Straight
 from kgen.dsl import ir
 from kgen.dsl.dtypes import F64, DType
@@ -48,7 +48,7 @@ def shifted(e: ir.Expr, lets: Mapping[str, ir.Expr]) -> Shifted | None:
     if not (isinstance(difference, ir.Op) and difference.fn == "sub"):
         return None
     of, by = difference.args
-    tops = [n for n in _below(by, lets) if isinstance(lets[n], ir.Reduce)]
+    tops = [n for n in below(by, lets) if isinstance(lets[n], ir.Reduce)]
     top = lets[tops[0]] if len(tops) == 1 else None
     if not (isinstance(top, ir.Reduce) and top.kind == "max" and not by.axes & frozenset(top.over)):
         return None
@@ -61,19 +61,6 @@ def _followed(e: ir.Expr, lets: Mapping[str, ir.Expr]) -> ir.Expr:
     while isinstance(e, ir.Ref) and e.name in lets:
         e = lets[e.name]
     return e
-
-
-def _below(e: ir.Expr, lets: Mapping[str, ir.Expr]) -> set[str]:
-    """Every `Let` that `e` comes from, those that reductions are over left out."""
-    stack, seen = list(refs(e)), set[str]()
-    while stack:
-        name = stack.pop()
-        if name in seen or name not in lets:
-            continue
-        seen.add(name)
-        if not isinstance(lets[name], ir.Reduce):
-            stack.extend(refs(lets[name]))
-    return seen
 
 
 # ---- on the kernel -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Does not choose what is looped (`kgen.codegen.choose`); refuses what cannot be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kgen.codegen.normalize import statement_axes
@@ -175,3 +175,16 @@ def _loads(s: ir.Stmt, tensor: str) -> bool:
 def refs(e: ir.Expr) -> frozenset[str]:
     """The names that `e` uses."""
     return frozenset(n.name for n in ir.walk(e) if isinstance(n, ir.Ref))
+
+
+def below(e: ir.Expr, lets: Mapping[str, ir.Expr]) -> set[str]:
+    """Every `Let` that `e` comes from, those that reductions are over left out."""
+    stack, seen = list(refs(e)), set[str]()
+    while stack:
+        name = stack.pop()
+        if name in seen or name not in lets:
+            continue
+        seen.add(name)
+        if not isinstance(lets[name], ir.Reduce):
+            stack.extend(refs(lets[name]))
+    return seen

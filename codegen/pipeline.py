@@ -41,22 +41,21 @@ def schedule_kernel(
     Raises `ScheduleError` where any of them does not fit the kernel.
     """
     prepared = prepare(kernel, variant)
-    if knobs is None and override is None and (knobs := written(kernel, variant, backend)) is not None:
-        try:
-            return schedule_prepared(
-                prepared, backend, num_sms=num_sms, rows_hint=rows_hint, knobs=knobs, capability=capability
-            )
-        except ScheduleError as error:
-            raise ScheduleError(f"{error}; it is set by {knobs.by}") from None
-    return schedule_prepared(
-        prepared,
-        backend,
-        num_sms=num_sms,
-        rows_hint=rows_hint,
-        knobs=knobs,
-        override=override,
-        capability=capability,
-    )
+    rule = written(kernel, variant, backend) if knobs is None and override is None else None
+    try:
+        return schedule_prepared(
+            prepared,
+            backend,
+            num_sms=num_sms,
+            rows_hint=rows_hint,
+            knobs=knobs or rule,
+            override=override,
+            capability=capability,
+        )
+    except ScheduleError as error:
+        if rule is None:
+            raise
+        raise ScheduleError(f"{error}; it is set by {rule.by}") from None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,13 @@ CHEAP = frozenset(
 RECOMPUTE_LIMIT = 2
 
 
+def sum_registers(kernel: ir.Kernel, lay: Layout) -> int:
+    """32-bit registers of the sums over programs that a thread holds from the first row to the last. Along an axis in
+    chunks they are loaded beside each chunk."""
+    added = (s for s in kernel.body if isinstance(s, ir.Accumulate))
+    return sum(lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32) for s in added)
+
+
 def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
     """About how many 32-bit registers a thread fills with tiles at the worst point.
 
@@ -30,12 +37,7 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
     for s in {id(s): s for step in steps for s in step.body}.values():
         for name in refs(s.value):
             used[name] = used.get(name, 0) + 1
-    # Sums over programs live from the first row to the last; along an axis in chunks they are loaded beside each chunk.
-    carried = sum(
-        lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32)
-        for s in kernel.body
-        if isinstance(s, ir.Accumulate)
-    )
+    carried = sum_registers(kernel, lay)
     waiting = _waiting(kernel, variant, steps, lay, carried)
     again = _computed_again(steps)
     # A name computed in several passes is a value of its own in each.

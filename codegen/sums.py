@@ -17,7 +17,7 @@ from math import gcd
 from kgen.codegen.layout import VECTOR_BYTES, contiguous, divisor
 from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.normalize import normalize
-from kgen.codegen.phases import refs
+from kgen.codegen.phases import below
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import TensorClass, Variant
 from kgen.dsl import ir
@@ -83,8 +83,8 @@ def separable(kernel: ir.Kernel) -> bool:
         if not isinstance(s, ir.Accumulate):
             continue
         kept = frozenset[str]().union(*(p.symbols for p in s.at)) & tiles
-        below = [lets[n] for n in _below(s.value, lets)]
-        if kept != tiles or any(isinstance(e, ir.Reduce) or e.axes & tiles - kept for e in below):
+        values = [lets[n] for n in below(s.value, lets)]
+        if kept != tiles or any(isinstance(e, ir.Reduce) or e.axes & tiles - kept for e in values):
             return False
     return True
 
@@ -92,17 +92,6 @@ def separable(kernel: ir.Kernel) -> bool:
 def _flat(kernel: ir.Kernel) -> ir.Kernel:
     """`kernel` with its tile indices spread over programs."""
     return replace(kernel, axes=tuple(replace(a, kind="parallel") for a in kernel.axes))
-
-
-def _below(e: ir.Expr, lets: dict[str, ir.Expr]) -> set[str]:
-    """The `Let`s that `e` comes from."""
-    stack, seen = list(refs(e)), set[str]()
-    while stack:
-        name = stack.pop()
-        if name not in seen:
-            seen.add(name)
-            stack.extend(refs(lets[name]))
-    return seen
 
 
 def _stored(s: ir.Accumulate) -> ir.Store:

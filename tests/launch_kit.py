@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from driver_kit import FakeDriver
 
 import kgen
 from kgen.codegen.program import Program
-from kgen.runtime.kernel import Kernel
 
 TEXT = """
 kernel scaled(x: T[*M, N], w: W[N]?, a: f32 = 2.0, b: f64 = 0.0, n: i32 = 0, flip: const bool = false) -> (y: T[*M, N]):
@@ -51,20 +48,6 @@ kernel half_scalar(x: f32[N], h: f16 = 1.0, b: bf16 = 1.0) -> (y: f32[N]):
 @pytest.fixture
 def module(machine: FakeDriver) -> kgen.KernelModule:
     return kgen.loads(TEXT)
-
-
-@pytest.fixture
-def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that no guard recognised."""
-    seen: list[str] = []
-    before = Kernel._looked_up
-
-    def counted(self: Kernel, *arguments: Any) -> Any:
-        seen.append(self.name)
-        return before(self, *arguments)
-
-    monkeypatch.setattr(Kernel, "_looked_up", counted)
-    return seen
 
 
 def scaled(x: torch.Tensor, w: torch.Tensor | None, a: float, b: float, n: int, flip: bool) -> torch.Tensor:

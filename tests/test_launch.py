@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from driver_kit import machine, needs_compiler
-from launch_kit import integers, looked_up, module, scaled, scheduled
+from launch_kit import integers, module, scaled, scheduled
+from recent_kit import looked_up
 
 import kgen
 from kgen.runtime import events, recent

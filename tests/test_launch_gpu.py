@@ -6,16 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from recent_kit import looked_up
 
 import kgen
 from kgen.runtime.backends import driver
 from kgen.runtime.cache import CACHE
-from kgen.runtime.kernel import Kernel
 
+__all__ = ["looked_up"]
 pytestmark = pytest.mark.gpu
 
 TEXT = """
@@ -34,20 +34,6 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GP
 @pytest.fixture
 def m() -> kgen.KernelModule:
     return kgen.loads(TEXT)
-
-
-@pytest.fixture
-def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that no guard recognised."""
-    seen: list[str] = []
-    before = Kernel._looked_up
-
-    def counted(self: Kernel, *arguments: Any) -> Any:
-        seen.append(self.name)
-        return before(self, *arguments)
-
-    monkeypatch.setattr(Kernel, "_looked_up", counted)
-    return seen
 
 
 def shifted(x: torch.Tensor, w: torch.Tensor | None = None, a: float = 1.0) -> torch.Tensor:

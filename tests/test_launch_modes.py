@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from driver_kit import machine, needs_compiler
-from launch_kit import integers, looked_up, module, scaled
+from launch_kit import integers, module, scaled
+from recent_kit import looked_up
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

@@ -20,8 +20,9 @@ from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
 from kgen.codegen.ladders import REGISTER_FILE
-from kgen.codegen.phases import refs, statement_axes
+from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
+from kgen.codegen.registers import sum_registers
 from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step
 from kgen.codegen.templating import render
 from kgen.dsl import ir
@@ -54,7 +55,8 @@ class _Emitter:
         self.ctx = Context(scheduled)
         self.steps = self.ctx.steps
         ctx = self.ctx
-        self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed, self._carried())
+        carried = 0 if ctx.flat else sum_registers(ctx.kernel, ctx.layout)
+        self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed, carried)
         self.waiting = set[str]()  # tensors that are read slot by slot, see `Plan`
 
     def program(self) -> Program:
@@ -225,12 +227,6 @@ class _Emitter:
 
     def _streamed(self, load: ir.Let) -> bool:
         return bool(load.value.axes & self.ctx.parallel)
-
-    def _carried(self) -> int:
-        """32-bit registers of the sums over programs that a thread holds."""
-        ctx = self.ctx
-        added = (s for step in self.steps for s in step.body if isinstance(s, ir.Accumulate))
-        return 0 if ctx.flat else sum(ctx.layout.elements(statement_axes(s)) for s in added)
 
     # -- the file ------------------------------------------------------------------------------------------------
     def _pointers(self) -> list[str]:

@@ -1,0 +1,23 @@
+"""Which calls of kernels were recognised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kgen.runtime.kernel import Kernel
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that no guard recognised."""
+    seen: list[str] = []
+    before = Kernel._looked_up
+
+    def counted(self: Kernel, *arguments: Any) -> Any:
+        seen.append(self.name)
+        return before(self, *arguments)
+
+    monkeypatch.setattr(Kernel, "_looked_up", counted)
+    return seen
