@@ -340,7 +340,7 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     import triton
     from triton import knobs
 
-    from kgen.runtime.triton_compile import NUMERICS_OPTIONS, compile_triton
+    from kgen.runtime.triton_compile import NUMERICS_OPTIONS, assembler, compile_triton
 
     number = arch.removeprefix("sm_")
     if not number.isdigit() or int(number) < 75:
@@ -359,6 +359,7 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     options = [f"{k}={v}" for k, v in sorted(NUMERICS_OPTIONS.items())]
     threads = str(program.schedule.threads)
     key = cache_key(
-        "triton-file", program.source, program.entry, triton.__version__, *options, threads, arch, repr(variant)
-    )
+        "triton-file", program.source, program.entry, triton.__version__, assembler(int(number)).version, *options,
+        threads, arch, repr(variant),
+    )  # fmt: skip
     return key, build

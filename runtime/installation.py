@@ -39,6 +39,17 @@ def nvrtc_installation() -> tuple[str, ...]:
     return tuple(parts)
 
 
+def chosen_ptxas() -> str:
+    """The `ptxas` that someone has named to Triton in the environment, in place of its own.
+
+    That of torch does not count. torch.compile names it in mid-process, where it has something to compile: whether a
+    kernel of ours comes before or after that would decide under which name it is kept.
+    """
+    own = str(Path(torch.__file__).parent / "bin" / "ptxas")
+    given = (os.environ.get(f"TRITON_{tool}_PATH", "") for tool in ("PTXAS", "PTXAS_BLACKWELL"))
+    return ",".join(path for path in given if path and path != own)
+
+
 def triton_is_installed() -> bool:
     """Whether there is a Triton to import."""
     return importlib.util.find_spec("triton") is not None

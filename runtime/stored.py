@@ -97,6 +97,7 @@ def _environment(device: torch.device) -> str:
         str(torch.version.cuda),
         installation.triton_version() if installation.triton_is_installed() else "",
         *installation.nvrtc_installation(),
+        installation.chosen_ptxas(),
         os.environ.get("TRITON_INTERPRET", ""),
         os.environ.get("KGEN_TUNED", ""),
         _results(tuned_paths.user_path(installation.device_name(device))),

@@ -29,7 +29,7 @@ from kgen.codegen.program import Program
 from kgen.codegen.triton.intrinsics import SIGNATURE
 from kgen.codegen.variant import Variant
 from kgen.dsl.diagnostics import KgenError
-from kgen.runtime.nvrtc import Resources, find_tool, parse_resources
+from kgen.runtime.nvrtc import CudaCompileError, Resources, find_tool, parse_resources
 
 NUMERICS_OPTIONS = {"enable_fp_fusion": True, "enable_reflect_ftz": False}
 
@@ -63,13 +63,40 @@ class Compiled:
 
     @property
     def resources(self) -> Resources:
-        """Registers, local memory and spills, as `ptxas -v` reports them. Raises KgenError without `ptxas`."""
+        """Registers, local memory and spills, as `ptxas -v` reports them. Raises TritonCompileError where
+        no `ptxas` reads the PTX."""
         target = re.search(r"^\.target (\w+)", self.ptx, re.M)
         arch = target.group(1) if target else f"sm_{self.cap}"
-        tool = "ptxas-blackwell" if self.cap >= 100 else "ptxas"
+        problem: TritonCompileError | None = None
         with _temporary("kernel.ptx", self.ptx.encode()) as path:
-            log = _run(find_tool(tool), "-v", f"--gpu-name={arch}", "-o", os.devnull, str(path))
-        return parse_resources(log, self.entry)
+            for tool in _assemblers(self.cap):
+                try:
+                    log = _run(tool, "-v", f"--gpu-name={arch}", "-o", os.devnull, str(path))
+                except TritonCompileError as error:
+                    problem = problem or error
+                else:
+                    return parse_resources(log, self.entry)
+        assert problem is not None  # there is an assembler, or finding one has raised
+        raise problem
+
+
+def assembler(cap: int) -> Any:
+    """The `ptxas` that Triton now takes for compute capability `cap`: its `path` and `version`."""
+    from triton import knobs
+
+    return knobs.nvidia.ptxas_blackwell if cap >= 100 else knobs.nvidia.ptxas
+
+
+def _assemblers(cap: int) -> Iterator[str]:
+    """The `ptxas` that may have made a cubin for `cap`, the likeliest first.
+
+    Triton takes the one that TRITON_PTXAS_PATH names, and writes PTX of the version of that one, which an older one
+    refuses. torch.compile sets the variable to the `ptxas` of torch, for all that runs in the process after it. And
+    PTX in Triton's cache may be of one that is no longer named: then the newest of Triton's own can read it.
+    """
+    yield assembler(cap).path
+    with contextlib.suppress(CudaCompileError):
+        yield find_tool("ptxas-blackwell")
 
 
 def load_module(source: str, name: str, folder: Path) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 from typer.testing import CliRunner
 
 from kgen.cli import app
 from kgen.runtime import build as building
+from kgen.runtime.cache import CACHE
 from kgen.runtime.nvrtc import Resources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +48,8 @@ kernel flip(x: inout T[N], s: f64 = 0.5):
 def run(*args: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `kgen args`."""
     result = CliRunner().invoke(app, [str(a) for a in args], prog_name="kgen")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception  # a mistake in kgen, which writes nothing to standard error
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -135,6 +140,24 @@ def test_manifest_names_what_vectors_and_merged_dimensions_assume(built: Path) -
     assert k["dims"]["derived"] == {"MN": "M*N"}
     assert k["dims"]["multiples"] == {"MN": 16}
     assert "M*N is a multiple of 16" in k["assumes"]
+
+
+def test_another_ptxas_may_be_named_to_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torch.compile does with the one of torch, which may be newer than Triton's own, for the rest of the process.
+    newer = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(newer))
+    for place in ("new", "from the cache of Triton"):
+        monkeypatch.setenv("KGEN_CACHE_DIR", str(tmp_path / place))
+        CACHE.clear_memory()
+        code, _, err = run("build", OPS / "rms_norm.kdsl", "--dim", "M=96,N=64", "--dtype", "f32", "--out", tmp_path)
+        assert code == 0, err
+        text = (tmp_path / "rms_norm_triton.sm_90.ptx").read_text()
+        assert re.search(r"^\.version 9\.", text, re.M), text[:200]  # else this tests nothing
+        (launch,) = manifest(tmp_path)["kernels"]["rms_norm"]["backends"]["triton"]["launches"]
+        assert launch["binaries"]["sm_90"]["registers"] > 0
+        # Triton asks for the version that names its entries once a process.
+        monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
 
 
 # ---- standing alone ------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_a_changed_source_is_compiled_again(path: Path) -> None:
     assert torch.equal(result, 4 * whole(3, 8)) and plans == 0
 
 
-@pytest.mark.parametrize("what", ["generator", "torch", "triton", "nvrtc", "tuned", "interpreter"])
+@pytest.mark.parametrize("what", ["generator", "torch", "triton", "nvrtc", "tuned", "interpreter", "ptxas"])
 def test_another_environment_compiles_again(path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     call = scaled(whole(3, 8))
     planned(path, call)
@@ -176,6 +176,12 @@ def test_another_environment_compiles_again(path: Path, monkeypatch: pytest.Monk
         stored.forget()
         planned(path, call)
         (results / "cpu.json").write_text("{}")
+    elif what == "ptxas":
+        # That of torch is named by torch.compile in mid-process, and is nobody's choice.
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(Path(torch.__file__).parent / "bin" / "ptxas"))
+        stored.forget()
+        assert planned(path, call)[1] == 0
+        monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")
     else:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     stored.forget()

@@ -19,7 +19,7 @@ from kgen.runtime.backends.driver import Binary, Loaded
 from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import Cache, cache_key, temporary_folder
 from kgen.runtime.errors import BackendError
-from kgen.runtime.installation import triton_is_installed, triton_version
+from kgen.runtime.installation import chosen_ptxas, triton_is_installed, triton_version
 from kgen.runtime.layouts import Layout
 from kgen.runtime.stages import build_stages
 
@@ -97,7 +97,7 @@ def compiled(program: Program, variant: Variant, capability: int, cache: Cache) 
         "attributes": attributes(program, variant),
     }
     arch = f"sm_{capability}"
-    key = cache_key("triton", program.source, program.entry, triton_version(), repr(given), arch)
+    key = cache_key("triton", program.source, program.entry, triton_version(), chosen_ptxas(), repr(given), arch)
     head, _, cubin = cache.get_or_build(key, build).partition(b"\n")
     if not built:
         events.count("load:triton")
