@@ -87,6 +87,28 @@ SOUND = {
     "what all branches assign": op(
         S, "if d_x:", "    y = clip(x)", "else:", "    a = clip(x)", "    y = a", backward=("d_x = y @ w",)
     ),
+    "a branch that names an argument": op(
+        Y, S, "if d_x:", "    a = clip(v)", "else:", "    a = v", "t = blend(x, a)",
+        backward=(
+            "if d_w:", "    g = clip(d_y)", "else:", "    g = d_y", "d_x = g @ w.T", "d_w = d_s", "d_v = totals(d_y)",
+        ),
+    ),
+    "a branch that names a transpose": op(
+        Y, S,
+        backward=("if d_w:", "    g = clip(w).T", "else:", "    g = clip(w.T)", "h = g", "d_x = d_y @ h", "d_w = d_s"),
+    ),
+    "a branch that names what has another name": op(
+        Y, S, "a = clip(y)",
+        backward=(
+            "if d_w:", "    g = clip(y)", "else:", "    g = a", "d_x = g @ w", "d_w = a.T @ y", "d_v = totals(a)",
+        ),
+    ),
+    "a value of each branch that goes on": op(
+        S, LOOP, "    if d_x:", "        h = clip(x[c])", "    else:", "        h = x[c]", "    y[c] = h @ w",
+        backward=(
+            "if d_w:", "    g = clip(d_y)", "else:", "    g = T(d_y)", "turn_(g)", "d_x = g @ w.T", "d_w = x.T @ g",
+        ),
+    ),
     "what gradients need": op(
         Y, S, "if d_x:", "    a = clip(y)", "    turn_(a)", backward=("if d_x:", "    d_x = a @ w", "d_v = totals(d_y)")
     ),
@@ -238,6 +260,15 @@ def test_a_gradient_is_assigned_wherever_it_may_be_wanted() -> None:
     assert found.code == "K0621" and "'d_x' is not assigned when d_w is not wanted" in found.message
     assert found.span.text == "d_x"
     assert mistakes(op(Y, S, backward=("if d_w:", "    d_w = x.T @ d_y", *DX))) == []
+
+
+def test_what_branches_assign_is_one_value_by_its_name_alone() -> None:
+    choice = ("if d_w:", "    turn_(a)", "    g = a", "else:", "    g = a")
+    for use, found in {"g": [], "a": ["'d_x' depends on which gradients are wanted"]}.items():
+        text = op(Y, S, backward=("a = clip(d_y)", *choice, f"d_x = {use} @ w", "d_w = d_s"))
+        assert [m for _, _, m in mistakes(text)] == found
+    changed = ("a = clip(d_y)", *choice, "if d_w:", "    turn_(g)", "d_x = g @ w", "d_w = d_s")
+    assert [c for _, c, _ in mistakes(op(Y, S, backward=changed))] == ["K0620"]
 
 
 def test_a_gradient_is_one_value_whatever_else_is_wanted() -> None:

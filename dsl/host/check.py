@@ -359,7 +359,8 @@ class _Optional(dict[str, ir.View]):
 
 def _made(scope: Scope, results: Mapping[str, str]) -> dict[str, tuple[Operand, Span]]:
     """What results hold, and where they got it."""
-    return {n: (scope.values.held[t], scope.names[n].span) for n, t in results.items() if t in scope.values.held}
+    views = {n: scope.names[n] for n, t in results.items() if t in scope.values.held}
+    return {n: (scope.values.of(v), v.span) for n, v in views.items()}
 
 
 def _report(found: Iterable[Difference], diagnostics: Diagnostics) -> None:

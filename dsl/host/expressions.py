@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
 from kgen.dsl.check.expressions import suggestion
@@ -69,7 +71,7 @@ class Expressions:
                 hint = "an output or gradient can be read once it is assigned"
             raise scope.fail("K0601", f"unknown name '{e.id}'", e.span, hint)
         scope.holding(e.id, found, e.span)
-        return ir.View(found.tensor, found.chunks, found.transposed, found.dtype, found.shape, e.span)
+        return replace(found, span=e.span)
 
     def sliced(self, base: ir.View, e: ast.Subscript) -> ir.View:
         """`base` narrowed to the chunks that the subscript names, each along the dimension it is a chunk of."""
@@ -96,7 +98,7 @@ class Expressions:
             shape[axes[0]] = Poly.sym(loop.chunk)
             # Chunks are kept by the axes of the tensor as it lies in memory.
             chunks.append((len(shape) - 1 - axes[0] if base.transposed else axes[0], loop.chunk))
-        return ir.View(base.tensor, tuple(chunks), base.transposed, base.dtype, tuple(shape), e.span)
+        return replace(base, chunks=tuple(chunks), shape=tuple(shape), span=e.span)
 
     def transposed(self, v: ir.View, span: Span) -> ir.View:
         """The transpose of a matrix."""
@@ -104,7 +106,7 @@ class Expressions:
             raise self.scope.fail(
                 "K0604", f".T of a tensor of shape {self.scope.shown(v.shape)}", span, "only a matrix has a transpose"
             )
-        return ir.View(v.tensor, v.chunks, not v.transposed, v.dtype, v.shape[::-1], span)
+        return replace(v, transposed=not v.transposed, shape=v.shape[::-1], span=span)
 
     # -- what is computed ----------------------------------------------------------------------------------------
     def into(self, e: host.Product | host.Call, target: ir.View | None, hint: str = "value") -> ir.View:

@@ -11,7 +11,7 @@ but for what a kernel is declared to update in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
@@ -36,7 +36,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor, a slice of it, or the transpose of either. `chunks` are pairs (axis, chunk) of the tensor's axes."""
+    """A tensor, a slice of it, or the transpose of either. `chunks` are pairs (axis, chunk) of the tensor's axes.
+
+    `meant` is for the checker alone (`Values.meant`): "", or which choice by gradients gave the value its name.
+    """
 
     tensor: str
     chunks: tuple[tuple[int, str], ...]
@@ -44,6 +47,7 @@ class View:
     dtype: str
     shape: tuple[Poly, ...]
     span: Span
+    meant: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

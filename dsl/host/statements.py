@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
@@ -177,7 +178,7 @@ class Statements:
         scope = self.scope
         if scope.tensors[v.tensor].role != "value":
             raise scope.fail("K0607", f"'{v.tensor}' is an argument and cannot be assigned", t.span, "use a new name")
-        return ir.View(v.tensor, v.chunks, v.transposed, v.dtype, v.shape, t.span)
+        return replace(v, span=t.span)
 
     # -- values --------------------------------------------------------------------------------------------------
     def _assign(self, s: host.Assign) -> None:
@@ -221,8 +222,7 @@ class Statements:
             kind = scope.kind(name)
             hint = f"declare it, as in {name}: f32[...]" if kind is None else "sum into a tensor of your own"
             raise scope.fail("K0601", f"'{name}' is {kind or 'not declared'}", s.target.span, hint)
-        base = ir.View(base.tensor, base.chunks, base.transposed, base.dtype, base.shape, s.target.span)
-        target = scope.current(name, base, s.target.span)
+        target = scope.current(name, replace(base, span=s.target.span), s.target.span)
         if isinstance(s.target, ast.Subscript):
             target = self.expressions.sliced(target, s.target)
         if scope.tensors[target.tensor].role != "value":
@@ -308,8 +308,8 @@ class Statements:
         signatures = {n: c.signature for n, c in scope.callees.items()}
         for name in assigned(s.body, signatures) & assigned(s.orelse, signatures):
             held = dict.get(scope.names, name)
-            if held is not None and scope.tensors[held.tensor].role == "value":
-                scope.values.give(held.tensor, "either", str(s.span), name)
+            if held is not None:
+                scope.names[name] = scope.values.either(held, str(s.span), name)
 
     def truth(self, e: ast.Expr) -> bool:
         """The value of a condition on this path."""

@@ -2,13 +2,14 @@
 
 Every value has a number, and two values have one number where the same calls, products and sums make them of the same
 operands. A loop over chunks leaves no trace in it, as what a program means does not depend on chunks. What is assigned
-in all branches of a choice by gradients counts as one value: there the author says two ways to the same.
+in all branches of a choice by gradients counts as one value: there the author says two ways to the same. That is said
+of the name: whatever else has the same tensor, a parameter or a value from above, is what it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from kgen.dsl import ast
@@ -63,34 +64,59 @@ def _operands(key: Key) -> Iterator[Operand]:
 
 class Values:
     """What the tensors of one way through an op hold. `made` are the values that were stored under a choice by
-    gradients, with the statements that did."""
+    gradients, with the statements that did. `meant` are the values that names have from such a choice, by the tensor
+    that they stand for and by choice and name, until the tensor is written again."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
         self.held: dict[str, Operand] = {}
         self.made: list[tuple[Operand, Span]] = []
+        self.meant: dict[str, dict[str, Operand]] = {}
         self.choices = 0  # by gradients, that stand around
 
     def copy(self) -> Values:
         """One that changes by itself, of the same numbers."""
         other = Values(self.numbers)
         other.held, other.made, other.choices = dict(self.held), list(self.made), self.choices
+        other.meant = {tensor: dict(by) for tensor, by in self.meant.items()}
         return other
 
     def give(self, tensor: str, *key: object) -> None:
         """The tensor holds a value that is made as `key` says."""
         self.held[tensor] = self.numbers.number(*key)
 
+    def either(self, v: ir.View, choice: str, name: str) -> ir.View:
+        """`v`, which `name` stands for on this way, as the one value that it has behind `choice` on every way."""
+        key = f"{name} at {choice}"
+        value = self._turned(self.numbers.number("either", choice, name), v)
+        self.meant.setdefault(v.tensor, {})[key] = self._spread(value, v)
+        return replace(v, meant=key)
+
     def of(self, v: ir.View) -> Operand:
         """What `v` shows."""
         number = self.numbers.number
-        found = self.held.get(v.tensor) or number("nothing")
+        found = self.meant.get(v.tensor, {}).get(v.meant) or self.held.get(v.tensor) or number("nothing")
         for axis, _ in v.chunks:
             key = self.numbers.keys[found.number]
             found = (
                 key[2] if key[:2] == ("rows", axis) and isinstance(key[2], Operand) else number("chunk", axis, found)
             )
-        return number("transpose", found) if v.transposed else found
+        return self._turned(found, v)
+
+    def _turned(self, value: Operand, v: ir.View) -> Operand:
+        """`value`, or its transpose where `v` is one."""
+        key = self.numbers.keys[value.number]
+        if not v.transposed:
+            return value
+        return (
+            key[1] if key[0] == "transpose" and isinstance(key[1], Operand) else self.numbers.number("transpose", value)
+        )
+
+    def _spread(self, value: Operand, v: ir.View) -> Operand:
+        """What a tensor holds in which `v` shows `value`, by chunks if `v` is one."""
+        for axis, _ in v.chunks:
+            value = self.numbers.number("rows", axis, value)
+        return value
 
     def apply(self, s: ir.Stmt, dim: str) -> None:
         """Go behind a statement, which is no loop; `dim` is the dimension of the loop around, "" outside of loops."""
@@ -120,9 +146,9 @@ class Values:
                 raise AssertionError("loops leave no trace")
 
     def _store(self, v: ir.View, value: Operand, span: Span) -> None:
-        for axis, _ in v.chunks:
-            value = self.numbers.number("rows", axis, value)
+        value = self._spread(value, v)
         self.held[v.tensor] = value
+        self.meant.pop(v.tensor, None)
         if self.choices:
             self.made.append((value, span))
 
