@@ -17,12 +17,14 @@ from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, spill_looped, stages
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
+from kgen.dsl.garbage import collected_later
 
 # Of a device that is not there: an H100 or an H200.
 MULTIPROCESSORS = 132
 CAPABILITY = 90
 
 
+@collected_later()
 def schedule_kernel(
     kernel: ir.Kernel,
     variant: Variant,

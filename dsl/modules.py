@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kgen.dsl import ast
 from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.lexing import normalised
 from kgen.dsl.parser import parse
 from kgen.dsl.source import SourceFile, Span
@@ -111,6 +112,7 @@ class _Loader:
         self.prefixes: set[str] = set()
         self.open: list[Path] = []
 
+    @collected_later()
     def root(self, source: SourceFile) -> ast.Module:
         return self.resolved(self.read(source, Path(source.path), ""))
 

@@ -27,12 +27,14 @@ from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.source import Span
 
 _BEGIN = "// ---- device primitives ----"
 _END = "// ---- end of device primitives ----"
 
 
+@collected_later()
 def emit(scheduled: Scheduled) -> Program:
     """The CUDA program of `scheduled`: source for NVRTC without any include, and what a launch must know.
 

@@ -26,11 +26,13 @@ from kgen.codegen.triton.sums import PartialSum, loop_range, partition, share
 from kgen.codegen.triton.text import COMPARE, Text, call, method
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.source import Span
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
+@collected_later()
 def emit(scheduled: Scheduled) -> Program:
     """The Triton module of `scheduled`: one `@triton.jit` function, the helpers that it uses, and nothing of kgen.
 

@@ -24,6 +24,7 @@ from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, exampl
 from kgen.dsl.check.statements import Statements
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import BF16, DTYPES, F32, F64, DType
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.proofs import is_proved, prove_kernel
 from kgen.dsl.proofs.claims import index_names
 from kgen.dsl.source import Span
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 
+@collected_later()
 def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
     """Report every mistake of `module` that can be found without calling it."""
     _check_declarations(module, diagnostics)
@@ -118,6 +120,7 @@ def backward_of(module: ast.Module, name: str) -> Backward | None:
     return found
 
 
+@collected_later()
 def elaborate_backward(
     module: ast.Module, backward: Backward, forward: ir.Kernel, spec: Specialization
 ) -> ir.Kernel | str:
@@ -191,6 +194,7 @@ def _saved_in(kernel: ir.Kernel, backward: Backward) -> Iterator[tuple[str, str]
     yield from ((name, value) for name, value in backward.saved.items() if name in read)
 
 
+@collected_later()
 def elaborate(module: ast.Module, name: str, spec: Specialization) -> ir.Kernel:
     """The tile IR of kernel `name` of `module` specialised to `spec`.
 

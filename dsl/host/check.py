@@ -20,6 +20,7 @@ from kgen.dsl.check.scope import Choices
 from kgen.dsl.check.signature import Signature, TensorParam, index_poly, signature_of
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, F32
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
 from kgen.dsl.host.scope import GRADIENT, OPTIONS, Callee, HostSpecialization, Saved, Scope, Stop
@@ -44,6 +45,7 @@ def source_of(module: ast.Module) -> Source:
     return Source(module.ops, {**imported, **own}, tuple(imported.values()))
 
 
+@collected_later()
 def check_ops(source: Source, diagnostics: Diagnostics) -> None:
     """Report every mistake in the ops of a file, and in the kernels that it imports for them."""
     for ref in source.imported if source.ops else ():
@@ -77,6 +79,7 @@ def check_ops(source: Source, diagnostics: Diagnostics) -> None:
             _report(differences(ways, numbers), diagnostics)
 
 
+@collected_later()
 def elaborate_op(source: Source, name: str, spec: HostSpecialization) -> ir.Program:
     """The program of op `name`, settled. Raises DslError with every mistake found, KeyError if there is no such op."""
     op = next((o for o in source.ops if o.name == name), None)
