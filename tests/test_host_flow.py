@@ -271,6 +271,36 @@ def test_what_branches_assign_is_one_value_by_its_name_alone() -> None:
     assert [c for _, c, _ in mistakes(op(Y, S, backward=changed))] == ["K0620"]
 
 
+SCALED = """\
+kernel over(x: T[*M, N], s: const f32 = 1.0) -> (y: T[*M, N]):
+    parallel m in M, n in N
+    y[m, n] = x[m, n] / s
+
+"""
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [("0.0", "-0.0", False), ("1", "1.0", True), ("1.0", "2.0", False)])
+def test_constants_are_told_apart(one: str, other: str, same: bool) -> None:
+    ways = ("if d_w:", f"    d_x = over(d_y, {one})", "if not d_w:", f"    d_x = over(d_y, {other})")
+    text = SCALED + op(Y, S, backward=(*ways, "d_w = d_s"))
+    if same:
+        kgen.loads(text)
+    else:
+        with pytest.raises(DslError, match="'d_x' depends on which gradients are wanted"):
+            kgen.loads(text)
+
+
+def test_a_number_is_the_same_by_type_and_text() -> None:
+    numbers = (1, 1.0, True, 0.0, -0.0)
+    assert len({ir.ConstArg(n) for n in numbers}) == len(numbers) and ir.ConstArg(1.0) == ir.ConstArg(1.0)
+
+
+def test_the_reference_tells_constants_apart() -> None:
+    text = SCALED + op("y = over(x, 0.0)", "s = over(w, -0.0)")
+    found = executed(text, {"B": 1, "N": 1}, {"x": torch.ones(1, 1), "w": torch.ones(1, 1)}).forward()
+    assert (found["y"].item(), found["s"].item()) == (torch.inf, -torch.inf)
+
+
 def test_a_gradient_is_one_value_whatever_else_is_wanted() -> None:
     backward = ("a = clip(d_y)", "if d_w:", "    turn_(a)", "d_x = a @ w", "d_w = x.T @ a")
     assert [(c, m) for _, c, m in mistakes(op(Y, S, backward=backward))] == [

@@ -145,7 +145,7 @@ class Execution:
                 assert value is not None and not isinstance(value, str)
                 (consts if p.const else scalars)[p.name] = value
         present = frozenset(t.name for t in signature.tensors if t.optional and t.name in views)
-        key = (s.kernel, tuple(sorted(dtypes.items())), tuple(sorted(consts.items())), present)
+        key = (s.kernel, tuple(sorted(dtypes.items())), tuple(sorted((n, repr(v)) for n, v in consts.items())), present)
         if key not in self.kernels:
             self.kernels[key] = in_float64(elaborate(ref.module, ref.name, Specialization(dtypes, consts, present)))
         kernel = self.kernels[key]

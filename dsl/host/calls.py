@@ -150,7 +150,8 @@ class Calls:
             fits = mine == kind or (mine, kind) == ("int", "float")
         if not fits:
             raise scope.fail("K0605", f"'{p.name}' of '{e.func}' is {p.dtype}", value.span, f"pass a {kind}")
-        return found
+        # An integer for a float is that float, so that s=1 and s=1.0 are one call.
+        return ir.ConstArg(float(found.value)) if isinstance(found, ir.ConstArg) and kind == "float" else found
 
     def tensor(self, e: host.Call, p: TensorParam, value: host.Expr) -> ir.View | None:
         """A tensor argument; None for an optional tensor that is absent and may be."""

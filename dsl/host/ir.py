@@ -57,11 +57,22 @@ class ScalarArg:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ConstArg:
-    """A number that is known when the program is made."""
+    """A number that is known when the program is made. Numbers are the same by type and text: to Python 1, 1.0 and
+    True are equal, and 0.0 and -0.0."""
 
     value: int | float | bool
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConstArg) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[type, str]:
+        return type(self.value), repr(self.value)
 
 
 Argument = View | ScalarArg | ConstArg
