@@ -133,6 +133,8 @@ def turned(
     rows = schedule.rows
     if knobs.rows is not None:
         rows = knobs.rows
+        if backend == "cuda":
+            threads, vector = _sharing(kernel, variant, rows, threads, vector, knobs)
     elif cluster > 1 or (chunks and not schedule.chunks):
         rows = 1  # several rows a program are for those too short to be taken in chunks
     elif not kernel.tiles and backend == "cuda":
@@ -141,11 +143,10 @@ def turned(
     elif backend == "cuda":
         rows = min(rows, threads)  # those of short rows, of which each has a thread at least
     loops = bool(chunks) or sums is not None
-    stages = knobs.stages if knobs.stages is not None else schedule.stages if loops else 1
+    stages = schedule.stages if knobs.stages is None else knobs.stages
     if not 1 <= stages <= MOST_STAGES:
         raise _refused(kernel, f"stages is {stages}, expected 1 to {MOST_STAGES} iterations")
-    if stages > 1 and not loops:
-        raise _refused(kernel, "stages is for loops, and it takes no index in chunks and has no sum over programs")
+    stages = stages if loops else 1  # there is nothing to have in flight: of such a row stages say nothing
     name = schedule.name if not kernel.tiles else "looped" if chunks else "row"
     ordered = tuple((a, chunks[a]) for a in extents if a in chunks)
     ahead = schedule.ahead
@@ -164,12 +165,23 @@ def turned(
         ahead=ahead if rows == 1 else 0,
     )
     check(kernel, backend, out)
-    fastest = kernel.parallel[-1].name if kernel.parallel else None
-    if backend == "cuda" and not kernel.tiles and fastest is not None:
-        least = out.threads * min(out.vector, vector_limit(kernel, variant, fastest))
-        if out.rows < least:
-            raise _refused(kernel, f"{out.threads} threads take {least} points at least, and rows is {out.rows}")
+    if backend == "cuda" and kernel.parallel and not kernel.tiles and out.rows < out.threads:
+        raise _refused(kernel, f"{out.threads} threads have {out.rows} points to take")
     return out
+
+
+def _sharing(
+    kernel: ir.Kernel, variant: Variant, rows: int, threads: int, vector: int, knobs: Knobs
+) -> tuple[int, int]:
+    """The threads and the vector of a CUDA program that takes `rows`: those given, but no more of either than there is
+    work for, as far as `knobs` leave them open. `vector` is the most that a thread moves, so fewer it may always be."""
+    if kernel.tiles:
+        return (threads if knobs.threads is not None else max(threads, rows)), vector
+    if kernel.parallel:
+        vector = min(vector, vector_limit(kernel, variant, kernel.parallel[-1].name))
+    if knobs.threads is None:
+        threads = min(threads, max(WARP, rows // vector))
+    return threads, max(1, min(vector, rows // threads))
 
 
 def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:

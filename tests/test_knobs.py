@@ -70,6 +70,13 @@ def test_a_flat_kernel_keeps_its_vectors_a_thread() -> None:
     assert got.rows * was.threads == was.rows * 64
 
 
+def test_few_points_are_shared_out_among_fewer_threads() -> None:
+    was = scheduled(gate(), "cuda").schedule
+    assert (was.threads, was.vector) == (256, 8)
+    got = scheduled(gate(), "cuda", Knobs(rows=512)).schedule
+    assert (got.threads, got.rows, got.vector) == (64, 512, 8)
+
+
 def test_blocks_of_a_sum() -> None:
     got = scheduled(sums(), "cuda", Knobs(threads=64, rows=1, blocks=3))
     assert got.sums is not None and got.sums.blocks == 3 and got.schedule.programs == 3 * 132
@@ -95,7 +102,8 @@ def test_blocks_of_a_sum() -> None:
         (norm, "cuda", Knobs(ahead=33), "ahead is 33, expected 0 to 32"),
         (sums, "cuda", Knobs(blocks=64), "blocks is 64"),
         (sums, "cuda", Knobs(rows=2, chunks=(("n", 32),)), "give rows = 1"),
-        (gate, "cuda", Knobs(rows=256), "256 threads take 2048 points at least, and rows is 256"),
+        (gate, "cuda", Knobs(rows=128, threads=256), "256 threads have 128 points to take"),
+        (gate, "cuda", Knobs(rows=16), "32 threads have 16 points to take"),
     ],
 )
 def test_impossible_knobs_are_refused(make, backend: str, knobs: Knobs, message: str) -> None:

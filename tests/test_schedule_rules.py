@@ -148,17 +148,35 @@ def test_inside_a_compile_time_branch() -> None:
 
 
 def test_sizes_that_do_not_fit_a_call_name_the_line() -> None:
-    flat = "kernel k(x: T[N]) -> (y: T[N]):\n    example N = 64\n    parallel n in N\n    {}\n    y[n] = x[n]\n"
-    with pytest.raises(
-        ScheduleError, match=r"256 threads take .* points at least.*; it is set by the schedule at k\.kdsl:4:5"
-    ):
-        schedule(flat.format("schedule cuda: rows = 256"))
     pair = (
         "kernel k(x: inout T[*M, N]):\n    example M = 8, N = 4096\n    parallel m in M\n    tile n in N\n"
         "    schedule cuda: chunk[n] = 512\n    x[m, n] = x[m, N - 1 - n]\n"
     )
     with pytest.raises(ScheduleError, match=r"leave n whole; it is set by the schedule at k\.kdsl:5:5"):
         schedule(pair)
+
+
+def test_what_is_not_set_suits_what_is() -> None:
+    flat = "kernel k(x: T[N]) -> (y: T[N]):\n    example N = 64\n    parallel n in N\n    {}\n    y[n] = x[n]\n"
+    was = schedule(flat.format("require N >= 1"), dtype="f32")
+    assert (was.threads, was.vector) == (256, 4)
+    for rule, sizes in {
+        "rows = 8192": (256, 8192, 4), "rows = 512": (128, 512, 4), "rows = 64": (32, 64, 2), "rows = 32": (32, 32, 1),
+        "rows = 512, threads = 512": (512, 512, 1), "rows = 64, vector = 1": (64, 64, 1),
+        "rows = 512, threads = 256, vector = 4": (256, 512, 2),
+    }.items():  # fmt: skip
+        got = schedule(flat.format(f"schedule cuda: {rule}"), dtype="f32")
+        assert (got.threads, got.rows, got.vector) == sizes, rule
+    got = schedule(norm("schedule cuda: rows = 1024"), dims={"N": 64})
+    assert (got.threads, got.rows) == (1024, 1024)
+
+
+def test_stages_are_of_the_rows_that_are_taken_in_chunks() -> None:
+    text = norm("schedule triton when N > 4096: stages = 4, chunk[n] = 2048", "schedule triton: stages = 4")
+    assert schedule(text, "triton", dims={"N": 4096}).stages == 1
+    assert schedule(text, "triton", dims={"N": 8192}).stages == 4
+    sums = SUMS.format("schedule triton: stages = 3")
+    assert schedule(sums, "triton", dims={"M": 64, "N": 512}).stages == 3
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------
@@ -178,6 +196,10 @@ def test_sizes_that_do_not_fit_a_call_name_the_line() -> None:
         (["schedule cuda: threads = 64, threads = 64"], "K0242", "'threads' is set twice"),
         (["schedule cuda: threads[n] = 64"], "K0242", "'threads' has no index"),
         (["schedule cuda: threads = 32, rows = 64"], "K0242", "64 rows do not share out among 32 threads"),
+        (["schedule cuda: rows = 2048"], "K0242", "2048 rows do not share out among 1024 threads"),
+        (["schedule cuda: cluster = 2, rows = 4"], "K0242", "a cluster of 2 takes one row"),
+        (["schedule cuda: cluster = 2, chunk[n] = 64"], "K0242", "a cluster of 2 holds a row whole"),
+        (["schedule triton: stages = 2, chunk[n] = whole"], "K0242", "'stages' is for loops, and here is none"),
         (["schedule triton: chunk[n] = 1000"], "K0242", "'chunk' cannot be 1000"),
         (["schedule cuda: chunk[n] = 0"], "K0242", "'chunk' cannot be 0"),
         (["schedule cuda: blocks = 2"], "K0242", "'blocks' is for kernels that sum over programs"),
@@ -218,6 +240,12 @@ def test_a_flat_kernel_has_no_sizes_to_ask_for_and_a_point_a_thread() -> None:
     assert code == "K0244"
     ((code, message),) = problems(flat.format("schedule cuda: threads = 256, rows = 128"))
     assert code == "K0242" and "256 threads have 128 points" in message
+    ((code, message),) = problems(flat.format("schedule cuda: rows = 16"))
+    assert code == "K0242" and "32 threads have 16 points" in message
+    ((code, message),) = problems(flat.format("schedule cuda: cluster = 2"))
+    assert code == "K0242" and "'cluster' is for kernels with tile indices" in message
+    ((code, message),) = problems(flat.format("schedule triton: stages = 2"))
+    assert code == "K0242" and "'stages' is for loops" in message
     ((code, message),) = problems(flat.format("schedule cuda: ahead = 2"))
     assert code == "K0242" and "'ahead' is for kernels with tile indices" in message
 
@@ -248,7 +276,9 @@ RULES = [
     ("soft", "triton", "chunk[n] = 64, warps = 1"),
     ("flat", "cuda", "threads = 64, vector = 1"),
     ("flat", "cuda", "threads = 128, rows = 8192"),
+    ("flat", "cuda", "rows = 64"),
     ("flat", "triton", "rows = 64"),
+    ("norm", "triton", "stages = 4"),
     ("sums", "cuda", "threads = 64, rows = 2, blocks = 3"),
     ("sums", "cuda", "rows = 1, chunk[n] = 96"),
     ("sums", "triton", "warps = 1, blocks = 1"),

@@ -19,6 +19,7 @@ from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.knobs import BACKENDS, CHUNK, KNOBS, WARP, WHOLE, Knob, power_of_two
 from kgen.dsl.proofs.prove import Facts
+from kgen.dsl.source import Span
 
 _RELATIONS = ("==", "!=", "<", "<=", ">", ">=")
 
@@ -58,7 +59,7 @@ class Schedules:
             message = f"there is no backend '{s.backend}' that has schedules"
             raise self.fail("K0240", message, s.backend_span, suggestion(s.backend, BACKENDS))
         sizes, chunks = self._settings(s)
-        self._together(s, dict(sizes))
+        self._together(s, dict(sizes), dict(chunks))
         when: list[ir.Requirement] = []
         dtypes = False
         for c in _conjuncts(s.condition):
@@ -131,16 +132,25 @@ class Schedules:
             raise self.fail("K0242", f"'{x.name}' cannot be {n}", x.value_span, hint)
         return n
 
-    def _together(self, s: ast.Schedule, sizes: dict[str, int]) -> None:
+    def _together(self, s: ast.Schedule, sizes: dict[str, int], chunks: dict[str, int | None]) -> None:
         spans = {x.name: x.span for x in s.settings}
         threads, rows = sizes.get("threads"), sizes.get("rows")
-        if s.backend == "cuda" and threads is not None and rows is not None:
-            if self.tiles and rows > threads:
-                message = f"{rows} rows do not share out among {threads} threads"
-                raise self.fail("K0242", message, spans["rows"], "take no more rows than threads")
-            if not self.tiles and rows < threads:
-                message = f"{threads} threads have {rows} points to take"
-                raise self.fail("K0242", message, spans["rows"], "take a point a thread, or more")
+        if s.backend == "cuda" and rows is not None:
+            most, least = threads or KNOBS["threads"].most, threads or KNOBS["threads"].least
+            if self.tiles and rows > most:
+                message = f"{rows} rows do not share out among {most} threads"
+                more = "" if threads is not None else f", of which a program has at most {most}"
+                raise self.fail("K0242", message, spans["rows"], f"take no more rows than threads{more}")
+            if not self.tiles and rows < least:
+                message = f"{least} threads have {rows} points to take"
+                more = "" if threads is not None else f": a program has at least {least}"
+                raise self.fail("K0242", message, spans["rows"], f"take a point a thread, or more{more}")
+        self._cluster(s, sizes, spans)
+        if sizes.get("stages", 1) > 1 and not any(isinstance(b, ir.Accumulate) for b in self.scope.body):
+            looped = [a.name for a in self.tiles if chunks.get(a.name, 0) is not None]
+            if not looped:
+                hint = "remove it" if not self.tiles else f"remove it, or take {self.tiles[0].name} in chunks"
+                raise self.fail("K0242", "'stages' is for loops, and here is none", spans["stages"], hint)
         if "blocks" in sizes and not any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             hint = "remove it: how many programs there are follows from rows"
             raise self.fail("K0242", "'blocks' is for kernels that sum over programs", spans["blocks"], hint)
@@ -154,6 +164,22 @@ class Schedules:
             if wrong is not None:
                 message = f"sums along '{wrong.index}' in chunks are of one row at a time"
                 raise self.fail("K0242", message, spans["rows"], "write rows = 1")
+
+    def _cluster(self, s: ast.Schedule, sizes: dict[str, int], spans: dict[str, Span]) -> None:
+        """A cluster holds one row whole."""
+        n = sizes.get("cluster", 1)
+        if n == 1:
+            return
+        if not self.tiles:
+            hint = "remove it: a cluster holds a row together"
+            raise self.fail("K0242", "'cluster' is for kernels with tile indices", spans["cluster"], hint)
+        if sizes.get("rows", 1) > 1:
+            message = f"a cluster of {n} takes one row"
+            raise self.fail("K0242", message, spans["rows"], "write rows = 1, or remove the cluster")
+        chunk = next((x for x in s.settings if x.name == CHUNK and x.value != WHOLE), None)
+        if chunk is not None:
+            hint = f"write chunk[{chunk.index}] = {WHOLE}, or remove the cluster"
+            raise self.fail("K0242", f"a cluster of {n} holds a row whole", chunk.span, hint)
 
     # -- conditions ----------------------------------------------------------------------------------------------
     def _dtype(self, c: ast.Expr) -> bool | None:
