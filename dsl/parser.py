@@ -8,15 +8,13 @@ types and shapes are not looked at here.
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
-from importlib import resources
 
 from lark import Lark, Token, UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
-from kgen.dsl import ast
+from kgen.dsl import ast, tables
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.dsl.lexing import KeepErrorTokens, Line, logical_lines, normalised, token_span
+from kgen.dsl.lexing import Line, logical_lines, normalised, token_span
 from kgen.dsl.source import SourceFile
 from kgen.dsl.syntax_errors import SyntaxExplainer
 from kgen.dsl.tree import TreeBuilder
@@ -26,7 +24,7 @@ MAX_ERRORS = 100
 
 _ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM", "OP"}
 
-# One parser and one tree builder per process; a parse holds the lock because the builder knows the file it works on.
+# There is one tree builder in a process (`tables`); a parse holds the lock because it knows the file it works on.
 _lock = threading.Lock()
 
 
@@ -52,7 +50,7 @@ def parse(source: SourceFile, diagnostics: Diagnostics) -> ast.Module:
     known = _parsed.get(source)
     if known is not None:
         return known
-    lark, builder = _parser()
+    lark, builder = tables.parser()
     found = Diagnostics()
     lines = logical_lines(tokens(source), source, found)
     with _lock:
@@ -74,26 +72,10 @@ MAX_PARSED = 64
 
 def tokens(source: SourceFile) -> list[Token]:
     """The tokens of a `normalised` source, comments and newlines included, before any check of their spelling."""
-    lark, _ = _parser()
+    lark, _ = tables.parser()
     thread = lark.parse_interactive(source.text).lexer_thread
     # The basic lexer does not look at the parser's state, so there is none to give.
     return list(thread.lex(None))  # pyright: ignore[reportArgumentType]
-
-
-@lru_cache(maxsize=1)
-def _parser() -> tuple[Lark, TreeBuilder]:
-    builder = TreeBuilder()
-    grammar = resources.files("kgen.dsl").joinpath("grammar.lark").read_text(encoding="utf-8")
-    lark = Lark(
-        grammar,
-        parser="lalr",
-        lexer="basic",
-        start="module",
-        transformer=builder,
-        postlex=KeepErrorTokens(),
-        maybe_placeholders=True,
-    )
-    return lark, builder
 
 
 class _Driver:

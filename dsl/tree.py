@@ -61,6 +61,9 @@ class TreeBuilder(HostTree, Transformer):
         super().__init__()
         self.begin(NOWHERE.source, Diagnostics())
 
+    def __reduce__(self) -> tuple[type[TreeBuilder], tuple[()]]:
+        return TreeBuilder, ()  # kept with a parser (`tables`), and no file
+
     def begin(self, source: SourceFile, diagnostics: Diagnostics) -> None:
         """Start on a new file."""
         self.source = source

@@ -17,6 +17,7 @@ if importlib.util.find_spec("kgen.dsl") is None:
     # A source tree that is not installed: the sub-packages are folders beside this one.
     __path__.append(str(Path(__file__).resolve().parent.parent))
 
+from kgen.dsl import keeping
 from kgen.dsl.diagnostics import DslError, KgenError
 
 if TYPE_CHECKING:
@@ -58,6 +59,15 @@ _LAZY = {
     "set_backend": "kgen.runtime.registry",
 }
 _SUBPACKAGES = ("codegen", "dsl", "nn", "ops", "runtime", "templates")
+
+
+def _store() -> keeping.Store:
+    from kgen.runtime.cache import CACHE
+
+    return CACHE
+
+
+keeping.store = _store
 
 
 def __getattr__(name: str) -> Any:

@@ -100,8 +100,8 @@ class Cache:
             self._memory[key] = payload
         return payload
 
-    def put(self, key: str, payload: bytes) -> None:
-        """Keep `payload` as entry `key`. Never raises for what the file system refuses."""
+    def put(self, key: str, payload: bytes, *, told: bool = True) -> None:
+        """Keep `payload` as entry `key`. Never raises for what the file system refuses; `told`: it warns of it."""
         self._memory[key] = payload
         try:
             path = self.path(key)
@@ -109,7 +109,7 @@ class Cache:
             write_atomically(path, _seal(payload))
         except (OSError, RuntimeError) as error:
             # Another process may have been faster, on a system that does not replace a file while it is read.
-            if not self._is_kept(key):
+            if told and not self._is_kept(key):
                 self._warn(error)
 
     def get_or_build(self, key: str, build: Callable[[], bytes]) -> bytes:

@@ -341,6 +341,13 @@ def test_cache_info_and_clear_touch_only_the_cache(here: Path) -> None:
     assert json.loads(run("cache", "info", "--json")[1])["files"] == 0
 
 
+def test_every_folder_that_a_tool_is_given_is_cleared() -> None:
+    from kgen.cli.cache import TOOL_FOLDERS
+
+    texts = "".join(p.read_text("utf-8") for p in (ROOT / "runtime").rglob("*.py"))
+    assert set(re.findall(r"(?:cache|CACHE)\.folder\(\"(\w+)\"\)", texts)) == set(TOOL_FOLDERS)
+
+
 def test_the_page_of_errors_is_current() -> None:
     import importlib.util
 

@@ -77,7 +77,7 @@ def _files(root: Path) -> list[Path]:
 
 
 # Folders that `Cache.folder` makes for tools.
-TOOL_FOLDERS = ("host", "triton")
+TOOL_FOLDERS = ("host", "templates", "triton")
 
 
 def _size(path: Path) -> int:
