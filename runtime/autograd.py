@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.signature import Signature, TensorParam
-from kgen.runtime.binding import examine, no_vmap, refuse_scalar_gradient
+from kgen.runtime.binding import examine, refuse_scalar_gradient
+from kgen.runtime.derivatives import Once, ReverseOnly, no_forward_mode
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.picking import picker
 
 if TYPE_CHECKING:
     from kgen.codegen.derive import Derived
     from kgen.dsl import ir
+    from kgen.runtime.host.op import HostOp
     from kgen.runtime.kernel import Kernel
 
 # Where an argument of a backward kernel comes from ("saved", "cotangent", "scalar"), and which one it is there.
@@ -56,6 +57,11 @@ class Training:
     kept: tuple[int, ...]
     arguments: tuple[Place, ...]
     gradients: dict[int, int]
+
+    @property
+    def called(self) -> Kernel:
+        """The original kernel."""
+        return self.kernel
 
     @cached_property
     def reached(self) -> frozenset[int]:
@@ -252,24 +258,11 @@ def refuse(kernel: Kernel, values: Sequence[Any], wanted: Sequence[int], outs: S
         training(kernel, values, tuple(wanted))  # says that a kernel that overwrites an argument is not derived
 
 
-def refuse_tangents(kernel: Kernel, values: Sequence[Any]) -> None:
+def refuse_tangents(called: Kernel | HostOp, values: Sequence[Any]) -> None:
     """Raise for a value inside `torch.autograd.forward_ad.dual_level` that carries a tangent."""
-    for p, t in zip(kernel.signature.params, values, strict=True):
+    for p, t in zip(called.signature.params, values, strict=True):
         if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise no_forward_mode(kernel.name, f"argument '{p.name}'")
-
-
-def no_forward_mode(kernel: str, what: str) -> ArgumentError:
-    """The error for `what`, which carries a tangent."""
-    return ArgumentError(
-        f"{kernel}: {what} carries a tangent, and derivatives in forward mode are not derived; use reverse mode "
-        f"(backward, torch.autograd.grad)"
-    )
-
-
-def second_derivative(name: str) -> KgenError:
-    """The error for the gradient of a gradient of the kernel or op `name`."""
-    return KgenError(f"{name}: a gradient of its gradient is asked for, and second derivatives are not derived")
+            raise no_forward_mode(called.name, f"argument '{p.name}'")
 
 
 class _Call(torch.autograd.Function):
@@ -324,7 +317,7 @@ class _KnownCall(_Call):
 apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _KnownCall), "apply")  # noqa: B009  # no stub has it
 
 
-class _TransformedCall(_Call):
+class _TransformedCall(ReverseOnly):
     """The same in the form that torch.func takes, which costs some 20 us more a call."""
 
     @staticmethod
@@ -334,16 +327,10 @@ class _TransformedCall(_Call):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         t, choice, _, *values = inputs
-        ctx.training, ctx.choice = t, choice
+        ctx.name, ctx.training, ctx.choice = t.called.name, t, choice
         keep(ctx, t, values, output)
 
-    @staticmethod
-    def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
-        raise no_vmap(t.kernel.name)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise no_forward_mode(ctx.training.kernel.name, "an argument")
+    backward = _Call.backward
 
 
 def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, values: Sequence[Any]) -> Any:
@@ -353,32 +340,8 @@ def _run_forward(t: Training, choice: str, like: Sequence[torch.Tensor] | None, 
 
 def _run_backward(t: Training, choice: str, arguments: list[Any]) -> Any:
     if torch.is_grad_enabled():  # create_graph=True: the results must say that they cannot be differentiated
-        return cast(Any, _Backward).apply(t, choice, *arguments)
+        return cast(Any, Once).apply(t, lambda *given: t.backward.ordered(given, choice), *arguments)
     return t.backward.ordered(arguments, choice)
-
-
-class _Backward(torch.autograd.Function):
-    """A backward kernel whose own gradient is refused."""
-
-    @staticmethod
-    def forward(t: Training, choice: str, *arguments: Any) -> Any:
-        return t.backward(*arguments, backend=choice)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name = inputs[0].kernel.name
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise second_derivative(ctx.name)
-
-    @staticmethod
-    def vmap(_: Any, __: Any, t: Training, *rest: Any) -> Any:
-        raise no_vmap(t.kernel.name)  # as torch.func.jacrev asks for
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise no_forward_mode(ctx.name, "an argument of its gradient")
 
 
 def float_output(signature: Signature) -> bool:

@@ -19,6 +19,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 from kgen.codegen.torch_dtypes import FROM_TORCH
 from kgen.dsl.dtypes import DTYPES, F32, DType
 from kgen.dsl.signature import ScalarParam, Signature, Specialization, TensorParam
+from kgen.runtime.derivatives import no_vmap
 from kgen.runtime.errors import ArgumentError
 
 ScalarValue = float | int | bool
@@ -322,11 +323,6 @@ def _check_kind(kernel: str, p: TensorParam, value: Any, plain: bool) -> None:
         )
     if plain and value.numel() and not value.data_ptr():
         raise ArgumentError(f"{kernel}: argument '{p.name}' has elements but no memory: its storage was freed")
-
-
-def no_vmap(kernel: str) -> ArgumentError:
-    """The error for a tensor inside torch.func.vmap."""
-    return ArgumentError(f"{kernel}: vmap does not reach into a kernel; pass tensors with a batch dimension")
 
 
 def is_batched(value: object) -> bool:

@@ -59,6 +59,8 @@ class Kernel:
     back is another, which compiles anew what is not in the cache.
     """
 
+    noun = "a kernel"
+
     def __init__(self, source: Checked | ast.Module, name: str) -> None:
         """The kernel `name` of a file or a module that was checked."""
         found = source if isinstance(source, Checked) else Checked.of(source)

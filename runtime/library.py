@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -27,12 +28,14 @@ from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
 from kgen.runtime import autograd, registry
 from kgen.runtime.binding import examine, no_scalar_gradient
+from kgen.runtime.derivatives import Called, Once, ReverseOnly, no_forward_mode
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.kernel import Kernel, by_serial
 from kgen.runtime.loading import load_packaged
 
 _lock = RLock()
 _defined: set[str] = set()
+_formulas: dict[str, _Formula] = {}
 
 
 # ---- traced calls ----------------------------------------------------------------------------------------------------
@@ -44,7 +47,7 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
     The backend is the one asked for now, at trace time; which gradients are computed is fixed too, by which inputs
     require grad.
     """
-    _refuse_transforms(kernel.serial)
+    refuse_transforms(kernel.name, kernel.has_float_output)
     choice = _choice(backend)
     for i in (*kernel.scalar_at, *kernel.const_at):
         values[i] = number(kernel.name, kernel.signature.params[i].name, values[i])
@@ -60,7 +63,7 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
     arguments = [values[i] for i in takes]
     if outs is not None:
         arguments += outs
-    results = getattr(torch.ops.kgen, name)(*arguments, choice)
+    results = run_operator(name, bool(wanted), (*arguments, choice))
     if outs is not None or not kernel.signature.outputs:
         results = outs if outs is not None else [values[i] for i in kernel.inout_at]
         return results[0] if len(results) == 1 else tuple(results)
@@ -120,21 +123,87 @@ def _choice(backend: str | None) -> str:
     return registry.requested(backend)
 
 
+def refuse_transforms(name: str, has_float_output: bool) -> None:
+    """Raise inside transforms of torch.func that a call of kernel or op `name` is traced in and that have no rule for
+    its operator: in forward mode its tangents would be zero."""
+    if has_float_output:
+        _refuse_transforms(name, torch.compiler.is_dynamo_compiling())
+
+
 @torch.compiler.assume_constant_result
-def _refuse_transforms(serial: str) -> None:
-    """Raise inside transforms of torch.func that are traced, as operators of torch.library have none of their rules:
-    in forward mode their tangents would be zero. A trace guards which transforms it is inside."""
-    kernel = by_serial(serial)
-    if not kernel.has_float_output:
-        return
+def _refuse_transforms(name: str, compiling: bool) -> None:
+    # A trace guards which transforms it is inside.
     if forward_ad._current_level >= 0:
-        raise autograd.no_forward_mode(kernel.name, "an argument")
-    inside = peek_interpreter_stack()
-    if inside is not None and inside.key() == TransformType.Grad:
+        raise no_forward_mode(name, "an argument")
+    if compiling and _differentiated():
         raise ArgumentError(
-            f"{kernel.name}: torch.compile cannot trace torch.func.grad and vjp of it; compile the function itself, as "
-            f"in torch.func.grad(torch.compile(f)), or differentiate it with backward or torch.autograd.grad"
+            f"{name}: torch.compile cannot trace torch.func.grad and vjp of it; compile the function itself, as in "
+            f"torch.func.grad(torch.compile(f)), or differentiate it with backward or torch.autograd.grad"
         )
+
+
+def _differentiated() -> bool:
+    """Whether the innermost transform of torch.func is one of reverse mode."""
+    inside = peek_interpreter_stack()
+    return inside is not None and inside.key() == TransformType.Grad
+
+
+def run_operator(name: str, records: bool, arguments: tuple[Any, ...]) -> Any:
+    """The results of an operator of ours. `records` says that it has a gradient, in `differentiate`."""
+    if records and not torch.compiler.is_dynamo_compiling() and _differentiated():
+        # Operators of torch.library have no rule for these transforms, which are around `make_fx` and fake tensors.
+        return _Transformed.apply(_formulas[name], *arguments)
+    return getattr(torch.ops.kgen, name)(*arguments)
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """The gradient of the operator `name`, as torch.library takes it."""
+
+    called: Called
+    name: str
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None]
+    backward: Callable[..., tuple[Any, ...]]
+
+
+class _Transformed(ReverseOnly):
+    """An operator and its gradient in the form that torch.func takes."""
+
+    @staticmethod
+    def forward(formula: _Formula, *arguments: Any) -> Any:
+        return getattr(torch.ops.kgen, formula.name)(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        formula: _Formula
+        formula, *arguments = inputs
+        ctx.name, ctx.formula = formula.called.name, formula
+        formula.setup_context(ctx, tuple(arguments), output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.formula.backward(ctx, *grads))
+
+
+def differentiate(
+    op: Any,
+    name: str,
+    called: Called,
+    setup_context: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., tuple[Any, ...]],
+) -> None:
+    """Register the gradient of the operator `op`, `kgen::<name>`. `backward` is given what runs an operator."""
+
+    def plain(ctx: Any, *grads: Any) -> Any:
+        return backward(ctx, lambda name, *arguments: getattr(torch.ops.kgen, name)(*arguments), *grads)
+
+    def once(ctx: Any, *grads: Any) -> Any:
+        return backward(
+            ctx, lambda name, *arguments: Once.apply(formula, getattr(torch.ops.kgen, name), *arguments), *grads
+        )
+
+    formula = _formulas[name] = _Formula(called, name, setup_context, once)
+    op.register_autograd(plain, setup_context=setup_context)
 
 
 @torch.compiler.assume_constant_result
@@ -194,7 +263,7 @@ def define_training(t: autograd.Training) -> str:
     with _lock:
         if name not in _defined:
             op = _define(name, t.forward, False)
-            _differentiate(op, t, backward)
+            _differentiate(op, name, t, backward)
             _defined.add(name)
     return name
 
@@ -261,7 +330,7 @@ def _fake_results(kernel: Kernel, values: Sequence[Any]) -> list[torch.Tensor]:
     return [torch.empty(full_shape(t, dims, leading), dtype=TORCH[t.dtype], device=device) for t in outputs]
 
 
-def _differentiate(op: Any, t: autograd.Training, backward: str) -> None:
+def _differentiate(op: Any, name: str, t: autograd.Training, backward: str) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *given, ctx.choice = inputs
         values: list[Any] = [None] * len(t.kernel.signature.params)
@@ -269,10 +338,8 @@ def _differentiate(op: Any, t: autograd.Training, backward: str) -> None:
             values[i] = v
         autograd.keep(ctx, t, values, output if isinstance(output, tuple | list) else (output,))
 
-    def run(ctx: Any, *grads: Any) -> Any:
-        found = autograd.gradients(
-            ctx, t, grads, lambda arguments: getattr(torch.ops.kgen, backward)(*arguments, ctx.choice)
-        )
+    def run(ctx: Any, operator: Callable[..., Any], *grads: Any) -> Any:
+        found = autograd.gradients(ctx, t, grads, lambda arguments: operator(backward, *arguments, ctx.choice))
         return (*(found.get(i) for i in t.inputs), None)
 
-    op.register_autograd(run, setup_context=setup_context)
+    differentiate(op, name, t.kernel, setup_context, run)

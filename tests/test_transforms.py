@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kgen
 from kgen import ops
@@ -207,3 +208,91 @@ def test_a_level_without_tangents_and_outputs_without_derivative_are_no_mistake(
             with context:
                 assert torch.equal(SQUARE(x), x * x)
                 assert torch.equal(MODULE["whole"](forward_ad.make_dual(x, x)), x.to(torch.int64))
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+WEIGHT = torch.linspace(-1, 1, 35).reshape(7, 5)
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return ops.linear_cross_entropy(x, WEIGHT, LABELS)
+
+
+def silently(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return loss(x)
+
+
+def of_its_gradient(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    with forward_ad.dual_level():
+        (g,) = torch.autograd.grad(loss(x), x, forward_ad.make_dual(torch.ones(()), torch.ones(())), create_graph=True)
+        tangent = forward_ad.unpack_dual(g).tangent
+    assert tangent is not None
+    return tangent
+
+
+OP_REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "jvp": (lambda x: jvp(loss, (x,), (x,)), TANGENT),
+    "jvp, no_grad": (lambda x: jvp(silently, (x,), (x,)), TANGENT),
+    "dual, no_grad": (dual(silently), TANGENT),
+    "jvp of grad": (lambda x: jvp(grad(loss), (x,), (x,)), TANGENT),
+    "hessian": (hessian(loss), TANGENT),
+    "of its gradient": (of_its_gradient, f"an argument of its gradient {TANGENT}"),
+    "vmap of grad": (lambda x: vmap(grad(loss))(x[None]), "vmap does not reach into an op; pass tensors with"),
+    "grad of grad": (grad(lambda x: grad(loss)(x).sum()), "second derivatives are not derived"),
+}
+
+
+@pytest.mark.parametrize("name", OP_REFUSED)
+def test_derivatives_of_an_op_are_refused_in_words(name: str) -> None:
+    f, says = OP_REFUSED[name]
+    with pytest.raises(kgen.KgenError) as caught:
+        f(torch.randn(3, 5))
+    assert says in str(caught.value)
+    assert str(caught.value).startswith("fused_linear_cross_entropy: ")
+
+
+def test_transforms_of_an_op_are_refused_while_tracing() -> None:
+    for f, says in ((lambda x: jvp(loss, (x,), (x,)), TANGENT), (grad(loss), "torch.compile cannot trace torch.func")):
+        with pytest.raises(Exception, match=says):
+            torch.compile(f, fullgraph=True, backend="aot_eager")(torch.randn(3, 5))
+    x = torch.randn(3, 5)
+    assert torch.equal(grad(torch.compile(loss, backend="aot_eager"))(x), grad(loss)(x))
+
+
+# ---- make_fx ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("f", [total, loss])
+def test_a_traced_gradient(f: Callable[[torch.Tensor], torch.Tensor], mode: Any) -> None:
+    # What is no argument of the traced function must not meet its fake tensors, whatever is called.
+    def called(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return ops.linear_cross_entropy(x, weight, labels) if f is loss else total(x)
+
+    def pulled(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return vjp(lambda x: called(x, *rest), x)[1](torch.tensor(2.0))[0]
+
+    x, other = torch.randn(3, 5), torch.randn(3, 5)
+    rest = (WEIGHT, LABELS)
+    for factor, g in ((1.0, grad(called)), (2.0, pulled)):
+        if mode == "real" or g is not pulled:  # which makes a tensor of its own
+            graph = make_fx(g, tracing_mode=mode)(x, *rest)
+            names = {str(n.target) for n in graph.graph.nodes if str(n.target).startswith("kgen.")}
+            assert len(names) == 2 and any("_training" in n for n in names), names
+            assert torch.equal(graph(other, *rest), factor * grad(f)(other))
+
+
+@pytest.mark.parametrize("f", [total, loss])
+def test_what_is_refused_of_a_traced_gradient(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    name = "square" if f is total else "fused_linear_cross_entropy"
+    for g, says in (
+        (grad(lambda x: grad(f)(x).sum()), "second derivatives are not derived"),
+        (lambda x: jvp(f, (x,), (x,)), TANGENT),
+        (lambda x: vmap(grad(f))(x[None]), "vmap does not reach into"),
+    ):
+        with pytest.raises(kgen.KgenError) as caught:
+            make_fx(g)(torch.randn(3, 5))
+        assert str(caught.value).startswith(f"{name}: ") and says in str(caught.value)

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from kgen.runtime.autograd import second_derivative
-from kgen.runtime.errors import ArgumentError
+from kgen.runtime.derivatives import Once, ReverseOnly
 from kgen.runtime.host.ready import Ready
 
 
@@ -40,7 +39,7 @@ class Call(torch.autograd.Function):
         return (None, *(found.get(i) for i in range(len(values))))
 
 
-class TransformedCall(torch.autograd.Function):
+class TransformedCall(ReverseOnly):
     """The same in the form that torch.func takes."""
 
     @staticmethod
@@ -51,6 +50,7 @@ class TransformedCall(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ready, *values = inputs
+        ctx.name = ready.op.name
         outputs, made = output[: ready.outputs], output[ready.outputs :]
         _keep(ctx, ready, values, outputs, made)
         ctx.mark_non_differentiable(*made)
@@ -63,10 +63,6 @@ class TransformedCall(torch.autograd.Function):
         at = _undifferentiable(ready, [*values, *shared, *made, *grads[: ready.outputs]], len(made))
         return (None, *(at.get(i) for i in range(len(values))))
 
-    @staticmethod
-    def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
-        raise no_vmap(ready.op.name)
-
 
 def _undifferentiable(ready: Ready, flat: list[Any], made: int) -> dict[int, torch.Tensor]:
     """The gradients by parameter, whose own gradient is refused. `flat`: parameters, outputs that are saved, `made`
@@ -74,36 +70,15 @@ def _undifferentiable(ready: Ready, flat: list[Any], made: int) -> dict[int, tor
     # What a gradient made in the forward section came from is not among these: without a tensor that requires grad the
     # result would be taken for a constant.
     anchor = torch.zeros((), requires_grad=True)
-    found = cast(Any, _Backward).apply(ready, made, *flat, anchor)
-    return {i: g for (i, _), g in zip(sorted(_positions(ready)), found, strict=True)}
+    sizes = (len(ready.op.signature.params), len(ready.shared), made, ready.outputs)
 
-
-class _Backward(torch.autograd.Function):
-    """A backward section whose own gradient is refused."""
-
-    @staticmethod
-    def forward(ready: Ready, made: int, *flat: Any) -> Any:
-        sizes = (len(ready.op.signature.params), len(ready.shared), made, ready.outputs)
-        values, shared, own, grads = (flat[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes)))
+    def run(*given: Any) -> tuple[Any, ...]:
+        values, shared, own, grads = (given[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes)))
         found = ready.backward(values, shared, own, grads, donated=False)
         return tuple(found[i] for i, _ in sorted(_positions(ready)))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name = inputs[0].op.name
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise second_derivative(ctx.name)
-
-    @staticmethod
-    def vmap(_: Any, __: Any, ready: Ready, *rest: Any) -> Any:
-        raise no_vmap(ready.op.name)  # as torch.func.jacrev asks for
-
-
-def no_vmap(op: str) -> ArgumentError:
-    """The error for a tensor inside torch.func.vmap."""
-    return ArgumentError(f"{op}: vmap does not reach into an op; pass tensors with more rows")
+    found = cast(Any, Once).apply(ready, run, *flat, anchor)
+    return {i: g for (i, _), g in zip(sorted(_positions(ready)), found, strict=True)}
 
 
 def _positions(ready: Ready) -> list[tuple[int, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -26,7 +26,7 @@ from kgen.runtime.binding import examine
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host.op import HostOp, by_serial, result_dtypes
 from kgen.runtime.host.options import Options
-from kgen.runtime.library import _choice, _settled, number
+from kgen.runtime.library import _choice, _settled, differentiate, number, refuse_transforms, run_operator
 
 _lock = RLock()
 _defined: set[str] = set()
@@ -44,6 +44,7 @@ def call(
     if op.collective:
         raise ArgumentError(f"{op.name}: torch.compile does not take ops with collectives; call it outside, or under "
                             f"torch.compiler.disable")  # fmt: skip
+    refuse_transforms(op.name, op.has_float_output)
     choice = _choice(backend)
     for i in op.scalar_at:
         values[i] = number(op.name, op.signature.params[i].name, values[i])
@@ -56,7 +57,7 @@ def call(
     consts = tuple(values[i] for i in op.const_at)
     options = _options(op.serial, _settled(workspace_mb), accumulate, _settled(chunk))
     name, count = _operator(op.serial, dtypes, consts, wanted)
-    results = getattr(torch.ops.kgen, name)(*values, choice, *options)
+    results = run_operator(name, bool(wanted), (*values, choice, *options))
     if isinstance(results, torch.Tensor):
         return results
     return results[0] if count == 1 else tuple(results[:count])
@@ -185,7 +186,7 @@ def _define(name: str, form: _Form) -> None:
     made.register_fake(fake)
     if form.wanted:
         _define_backward(f"{name}_backward", form)
-        _differentiate(made, f"{name}_backward", form)
+        _differentiate(made, name, form)
 
 
 def _define_backward(name: str, form: _Form) -> None:
@@ -219,7 +220,7 @@ def _define_backward(name: str, form: _Form) -> None:
     torch.library.custom_op(f"kgen::{name}", run, mutates_args=(), schema=schema).register_fake(fake)
 
 
-def _differentiate(made: Any, backward: str, form: _Form) -> None:
+def _differentiate(made: Any, name: str, form: _Form) -> None:
     params = form.op.signature.params
     # The backward operator takes all arguments, as it must know all sizes.
     tensors = form.op.tensor_at
@@ -232,7 +233,7 @@ def _differentiate(made: Any, backward: str, form: _Form) -> None:
         ctx.values = [None if i in tensors else v for i, v in enumerate(values)]
         ctx.set_materialize_grads(False)
 
-    def run(ctx: Any, *grads: Any) -> Any:
+    def run(ctx: Any, operator: Callable[..., Any], *grads: Any) -> Any:
         values = list(ctx.values)
         outputs = grads[: len(form.plan.outputs)]
         if all(g is None for g in outputs):
@@ -240,9 +241,9 @@ def _differentiate(made: Any, backward: str, form: _Form) -> None:
         for i, t in zip(ctx.given, ctx.saved_tensors, strict=False):
             values[i] = t
         made = ctx.saved_tensors[len(ctx.given) :]
-        results = getattr(torch.ops.kgen, backward)(*values, *made, *outputs, *ctx.options)
+        results = operator(f"{name}_backward", *values, *made, *outputs, *ctx.options)
         results = (results,) if isinstance(results, torch.Tensor) else results
         at = dict(zip((n for n, _ in form.plan.gradients), results, strict=True))
         return (*(at.get(p.name) for p in params), *(None,) * 4)
 
-    made.register_autograd(run, setup_context=setup_context)
+    differentiate(made, name, form.op, setup_context, run)

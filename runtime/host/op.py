@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
@@ -30,12 +31,13 @@ from kgen.dsl.host.check import elaborate_op, header, source_of
 from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
-from kgen.runtime.autograd import exact_text, float_output, refuse_tangents, second_derivative
+from kgen.runtime.autograd import exact_text, float_output, refuse_tangents
 from kgen.runtime.binding import Binder, examine, has_memory, is_batched, is_fake, is_traced, refuse_scalar_gradient
+from kgen.runtime.derivatives import no_forward_mode, no_vmap, second_derivative
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.host import ranks
-from kgen.runtime.host.autograd import Call, TransformedCall, no_vmap
+from kgen.runtime.host.autograd import Call, TransformedCall
 from kgen.runtime.host.options import Options
 from kgen.runtime.host.ready import Ready
 from kgen.runtime.host.walk import Walk
@@ -48,6 +50,8 @@ _by_serial: weakref.WeakValueDictionary[str, HostOp] = weakref.WeakValueDictiona
 
 class HostOp:
     """One op of a `.kdsl` file, callable with torch tensors: arguments as its signature has them, then options."""
+
+    noun = "an op"
 
     def __init__(self, module: ast.Module, name: str, kernel: Callable[[str, ir.KernelRef], Kernel]) -> None:
         """The op `name` of a checked module; `kernel` makes what is called, of a name and where it is defined."""
@@ -119,7 +123,9 @@ class HostOp:
             return library.call(self, values, backend, workspace_mb, accumulate, chunk)
         transformed = torch._C._are_functorch_transforms_active()
         if transformed and any(map(is_batched, values)):
-            raise no_vmap(self.name)
+            raise no_vmap(self.name, self.noun)
+        if forward_ad._current_level >= 0 and self.has_float_output:  # torch.no_grad() stops no tangent
+            refuse_tangents(self, values)
         options = Options.of(self.name, workspace_mb, accumulate, chunk)
         choice = registry.requested(backend)
         wanted = self.requiring(values) if torch.is_grad_enabled() else ()
@@ -130,7 +136,10 @@ class HostOp:
             function = Call
             if transformed:
                 function = TransformedCall
-                if len(retrieve_all_functorch_interpreters()) > 1:  # torch.func.grad of torch.func.grad
+                levels = retrieve_all_functorch_interpreters()
+                if any(level.key() == TransformType.Jvp for level in levels):  # around a torch.func.grad
+                    raise no_forward_mode(self.name, "an argument")
+                if len(levels) > 1:  # torch.func.grad of torch.func.grad
                     raise second_derivative(self.name)
             results = cast(Any, function).apply(ready, *values)
             results = results[: ready.outputs]
@@ -149,10 +158,7 @@ class HostOp:
         return found
 
     def requiring(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """The parameters among `values` that ask for a gradient. Raises ArgumentError for one with a tangent, and for a
-        scalar that asks for one."""
-        if forward_ad._current_level >= 0:
-            refuse_tangents(cast(Any, self), values)
+        """The parameters among `values` that ask for a gradient. Raises ArgumentError for a scalar that does."""
         for i in self.scalar_at:
             if isinstance(v := values[i], torch.Tensor):
                 refuse_scalar_gradient(self.name, self.signature.params[i].name, v, True)

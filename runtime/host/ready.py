@@ -34,7 +34,7 @@ class Ready:
         device: torch.device,
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        self.op = op
+        self.op = self.called = op
         self._dtypes = dtypes
         self.plan = p
         self.dims = dims
