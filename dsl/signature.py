@@ -14,6 +14,13 @@ from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import DType
 from kgen.dsl.source import Span
 
+# What a caller passes by keyword besides the parameters, with the defaults: to every kernel, and to every op. No
+# parameter has one of these names.
+KERNEL_OPTIONS: Mapping[str, object] = {"backend": None, "out": None, "like": None, "check": False}
+OP_OPTIONS: Mapping[str, object] = {
+    "backend": None, "workspace_mb": None, "accumulate": "auto", "chunk": None, "group": None,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TensorParam:

@@ -18,7 +18,7 @@ from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wr
 
 from kgen.codegen.torch_dtypes import FROM_TORCH
 from kgen.dsl.dtypes import DTYPES, F32, DType
-from kgen.dsl.signature import ScalarParam, Signature, Specialization, TensorParam
+from kgen.dsl.signature import KERNEL_OPTIONS, ScalarParam, Signature, Specialization, TensorParam
 from kgen.runtime.derivatives import no_vmap
 from kgen.runtime.errors import ArgumentError
 
@@ -101,7 +101,7 @@ def python_signature(signature: Signature) -> inspect.Signature | None:
         )
         for p in signature.params
     }  # fmt: skip
-    for name, default in (("backend", None), ("out", None), ("like", None), ("check", False)):
+    for name, default in KERNEL_OPTIONS.items():
         found.setdefault(name, inspect.Parameter(name, named, default=default))
     outputs = [f"{t.name}: {_type_text(t)}" for t in signature.outputs]
     # Not validated: an optional tensor may stand in front of an argument that must be given.

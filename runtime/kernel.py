@@ -118,6 +118,7 @@ class Kernel:
     # -- calling -------------------------------------------------------------------------------------------------
     def __call__(
         self,
+        /,
         *args: Any,
         backend: str | None = None,
         out: torch.Tensor | Sequence[torch.Tensor] | None = None,

@@ -6,7 +6,6 @@ elementwise function follow each other here, so that `close` allows 4 * (n + 16)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from linear_loss_kit import HALF_UNIT, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgen
-from kgen.dsl.host.scope import OPTIONS
 from kgen.runtime import events
 from kgen.runtime.errors import ArgumentError
 
@@ -203,11 +201,6 @@ def test_copies_and_pickles() -> None:
     assert copy.deepcopy(op) is op and copy.copy(op) is op
     again = pickle.loads(pickle.dumps(op))
     assert again is not op and torch.equal(again(*TENSORS), op(*TENSORS))
-
-
-def test_options_are_what_no_parameter_may_be_called() -> None:
-    keywords = inspect.signature(type(MODULE.mlp).__call__).parameters.values()
-    assert tuple(p.name for p in keywords if p.kind is p.KEYWORD_ONLY) == OPTIONS
 
 
 def test_what_is_refused() -> None:

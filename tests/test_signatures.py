@@ -17,7 +17,11 @@ from typer.testing import CliRunner
 import kgen
 from kgen import ops
 from kgen.cli import app
+from kgen.dsl.diagnostics import DslError
+from kgen.dsl.signature import KERNEL_OPTIONS, OP_OPTIONS
 from kgen.ops.functional import in_words_of_the_caller
+from kgen.runtime.host.op import HostOp
+from kgen.runtime.kernel import Kernel
 
 OPS = Path(__file__).resolve().parents[1] / "ops"
 X = torch.randn(3, 8)
@@ -56,6 +60,42 @@ def test_signatures_that_python_would_not_allow() -> None:
     assert "kwargs" in inspect.signature(module["g"]).parameters  # Python has no such name
     assert torch.equal(module["g"](X[0]), X[0])
     assert "kwargs" in str(inspect.signature(type(module["f"]).__call__))
+
+
+FILES = {
+    "K0235": "kernel f(x: T[N], {}) -> (y: T[N]):\n    parallel n in N\n    y[n] = x[n]\n",
+    "K0617": "op f(x: T[B, B], {}) -> (y: T[B, B]):\n    forward:\n        y = x @ x\n",
+}
+OPTIONS = [("K0235", Kernel, n) for n in KERNEL_OPTIONS] + [("K0617", HostOp, n) for n in OP_OPTIONS]
+
+
+def test_the_options_of_a_call_are_those_that_are_listed() -> None:
+    for of, listed in ((Kernel, KERNEL_OPTIONS), (HostOp, OP_OPTIONS)):
+        shown = inspect.signature(of.__call__).parameters.values()
+        assert {p.name: p.default for p in shown if p.kind is p.KEYWORD_ONLY} == listed
+
+
+@pytest.mark.parametrize("param", ["{}: f32 = 1.0", "{}: T[N]", "{}: const bool = false"])
+@pytest.mark.parametrize(("code", "of", "option"), OPTIONS)
+def test_no_parameter_has_the_name_of_an_option(code: str, of: type, option: str, param: str) -> None:
+    with pytest.raises(DslError) as caught:
+        kgen.loads(FILES[code].format(param.format(option)))
+    found = caught.value.diagnostics[0]
+    assert (found.code, found.span.text) == (code, param.format(option)), found.render()
+    assert f"'{option}' is what a caller passes to every" in found.message and f"such as {option}_" in found.help
+
+
+def test_outputs_may_have_the_name_of_an_option() -> None:
+    module = kgen.loads("kernel f(x: T[N]) -> (out: T[N]):\n    parallel n in N\n    out[n] = exp(x[n])\n")
+    x = X[0].clone().requires_grad_()
+    y = module["f"](x)
+    y.sum().backward()  # its backward takes what it gave
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
+
+
+def test_a_parameter_may_be_called_self() -> None:
+    module = kgen.loads("kernel f(self: T[N]) -> (y: T[N]):\n    parallel n in N\n    y[n] = self[n]\n")
+    assert torch.equal(module["f"](self=X[0]), X[0])
 
 
 # ---- errors in the caller's words ------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ kernel f(x: T[M, N]) -> (y: f32[M]):
     ),
     "a tensor that tells a size": (
         """
-kernel f(x: T[N], like: T[K]) -> (y: T[N, K]):
+kernel f(x: T[N], model: T[K]) -> (y: T[N, K]):
     parallel n in N, k in K
     y[n, k] = x[n]
 """,
@@ -136,15 +136,15 @@ kernel f(x: T[N], like: T[K]) -> (y: T[N, K]):
     ),
     "a size that another tells": (
         """
-kernel f(x: T[N], like: T[N]) -> (y: T[N]):
+kernel f(x: T[N], model: T[N]) -> (y: T[N]):
     parallel n in N
     y[n] = x[n]
 """,
-        ["W0105 like"],
+        ["W0105 model"],
     ),
     "a size that only an optional tensor tells beside it": (
         """
-kernel f(like: T[M], w: T[M]?) -> (y: f32[M]):
+kernel f(model: T[M], w: T[M]?) -> (y: f32[M]):
     parallel m in M
     if w:
         y[m] = w[m]

@@ -27,6 +27,7 @@ from kgen.dsl.dtypes import BF16, DTYPES, F32, F64, DType
 from kgen.dsl.garbage import collected_later
 from kgen.dsl.proofs import is_proved, prove_kernel
 from kgen.dsl.proofs.claims import index_names
+from kgen.dsl.signature import KERNEL_OPTIONS
 from kgen.dsl.source import Span
 
 __all__ = [
@@ -369,6 +370,14 @@ def _check_declarations(module: ast.Module, diagnostics: Diagnostics) -> None:
                 help="give it another name",
             )
         seen.setdefault(item.name, item.name_span)
+        for p in item.params if isinstance(item, ast.Kernel) else ():
+            if p.name in KERNEL_OPTIONS:
+                diagnostics.error(
+                    "K0235",
+                    f"'{p.name}' is what a caller passes to every kernel",
+                    p.span,
+                    help=f"give the parameter another name, such as {p.name}_; taken are {', '.join(KERNEL_OPTIONS)}",
+                )
         if isinstance(item, ast.Function) and len(set(item.params)) != len(item.params):
             diagnostics.error(
                 "K0200",

@@ -243,6 +243,12 @@ CHECKER_CODES: tuple[Code, ...] = (
         _constant("backward f[K: 2](d_y: T[N]) -> (d_x: T[N]):"),
     ),
     _code(
+        "K0235",
+        "a parameter with the name of an option of every call",
+        _kernel(*_IDX, "y[m, n] = check * x[m, n]", header="kernel f(x: T[*M, N], check: f32 = 1.0) -> (y: T[*M, N]):"),
+        _kernel(*_IDX, "y[m, n] = scale * x[m, n]", header="kernel f(x: T[*M, N], scale: f32 = 1.0) -> (y: T[*M, N]):"),
+    ),
+    _code(
         "K0240",
         "a schedule of a backend that has none",
         _kernel("schedule cudda: threads = 256", *_IDX, _COPY),

@@ -23,9 +23,10 @@ from kgen.dsl.dtypes import DTYPES, F32
 from kgen.dsl.garbage import collected_later
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
-from kgen.dsl.host.scope import GRADIENT, OPTIONS, Callee, HostSpecialization, Saved, Scope, Stop
+from kgen.dsl.host.scope import GRADIENT, Callee, HostSpecialization, Saved, Scope, Stop
 from kgen.dsl.host.statements import Statements, gradient_of
 from kgen.dsl.host.values import Difference, Numbers, Operand, Values, Way, differences
+from kgen.dsl.signature import OP_OPTIONS
 from kgen.dsl.source import Span
 
 
@@ -138,12 +139,12 @@ def _signature(op: host.Op, diagnostics: Diagnostics) -> Signature:
             diagnostics.error(
                 "K0607", f"'{p.name}' of an op is inout", p.span, help="an op writes its outputs only: remove inout"
             )
-        if p.name in OPTIONS:
+        if p.name in OP_OPTIONS:
             diagnostics.error(
                 "K0617",
                 f"'{p.name}' is what a caller passes to every op",
                 p.span,
-                help=f"give the parameter another name, such as {p.name}_; taken are {', '.join(OPTIONS)}",
+                help=f"give the parameter another name, such as {p.name}_; taken are {', '.join(OP_OPTIONS)}",
             )
         if p.name.startswith(GRADIENT) and any(p.name == GRADIENT + o.name for o in signature.params):
             diagnostics.error(

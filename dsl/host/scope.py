@@ -20,8 +20,6 @@ from kgen.dsl.signature import ScalarParam, Signature, TensorParam
 from kgen.dsl.source import Span
 
 GRADIENT = "d_"  # before the name of a parameter: its gradient
-# What a caller passes by keyword besides the parameters.
-OPTIONS = ("backend", "workspace_mb", "accumulate", "chunk", "group")
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class HostOp:
 
     def __call__(
         self,
+        /,
         *args: Any,
         backend: str | None = None,
         workspace_mb: float | None = None,
