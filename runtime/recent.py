@@ -7,8 +7,9 @@ they refuse is looked up there. So nothing depends on guards but time.
 
 Guarded are, for each tensor, type, dtype, device, sizes, strides, whether it requires grad, and its dispatch keys under
 the state of the thread: lazy negation, wrappers of transforms, inference mode. Beside them that no mode of torch's
-dispatcher is active, 16-byte alignment of each address, that absent tensors are absent, and that constants are the same
-objects. A call is remembered where all of its tensors are aligned; constants are numbers, which do not change.
+dispatcher is active, 16-byte alignment of each address, which is 0 where the storage of a tensor was freed, that absent
+tensors are absent, and that constants are the same objects. A call is remembered where all of its tensors are aligned;
+constants are numbers, which do not change.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _guards(
         (i, v if type(v := values[i]) in _NUMBERS else object(), number, convert)
         for (i, convert, _, _), number in zip(slots, converted(slots, values), strict=True)
     ]
-    return Guards(len(values), _admits(guarded), at, fixed, same, scalars)
+    return Guards(len(values), _admits(guarded), at, fixed, same, [t.numel() > 0 for t in guarded], scalars)
 
 
 def guardable(tensors: Sequence[torch.Tensor]) -> bool:
@@ -121,6 +122,7 @@ def _general(
     """The same for calls that write what a caller gave, or lay out outputs like tensors that are no arguments."""
     admits, pick = guards.admits, picker(guards.tensors)
     fixed, same, slots = tuple(guards.fixed.items()), tuple(guards.same), tuple(guards.scalars)
+    filled = tuple(k for k, is_filled in enumerate(guards.filled) if is_filled)
 
     def known(values: Sequence[Any], others: Sequence[torch.Tensor]) -> Any:
         tensors, more = pick(values), pick_others(others)
@@ -133,10 +135,11 @@ def _general(
             if others[k] is not values[i]:
                 return UNLIKE
         addresses = [*map(_data_ptr, tensors)]
+        places = (*addresses, *map(_data_ptr, more))
         bits = 0
-        for address in (*addresses, *map(_data_ptr, more)):
+        for address in places:
             bits |= address
-        if bits & _ALIGNED:
+        if bits & _ALIGNED or (0 in places and not all(places[k] for k in filled)):
             return UNLIKE
         scalars = [number if (v := values[i]) is given else convert(v) for i, given, number, convert in slots]
         results = ready.run(tensors, scalars, addresses, others if outs else None) or [values[i] for i in inout]

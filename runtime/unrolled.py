@@ -12,7 +12,7 @@ For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU th
         (v0, v1, v2, v3, v4) = values
         if modes() or not admits(v0, v1) or v4 is not f4: return UNLIKE
         (p0, p1) = (v0.data_ptr(), v1.data_ptr())
-        if (p0 | p1) & 15: return UNLIKE
+        if (p0 | p1) & 15 or not (p0 and p1): return UNLIKE
         s0 = n0 if v2 is g0 else convert0(v2)
         s1 = n1 if v3 is g1 else convert1(v3)
         if current_device() != index: return elsewhere([v0, v1], [s0, s1], [p0, p1])
@@ -57,14 +57,16 @@ UNLIKE: Any = object()
 @dataclass(frozen=True)
 class Guards:
     """Of a call with `count` values: `admits` are torch's guards of the tensors at `tensors`, `fixed` what other values
-    must be, `same` pairs (k, i): the tensor k of `others` is value i. `scalars` are the scalars' positions, what was
-    given for each and what that was converted to, and the function that converts another."""
+    must be, `same` pairs (k, i): the tensor k of `others` is value i. `filled` says of each guarded tensor whether it
+    has elements, and so must have an address. `scalars` are the scalars' positions, what was given for each and what
+    that was converted to, and the function that converts another."""
 
     count: int
     admits: Callable[..., bool]
     tensors: Sequence[int]
     fixed: Mapping[int, Any]
     same: Sequence[tuple[int, int]]
+    filled: Sequence[bool]
     scalars: Sequence[tuple[int, Any, Any, Callable[[Any], Any]]]
 
 
@@ -133,7 +135,9 @@ def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], S
     )  # fmt: skip
     addresses = [f"p{i}" for i in range(len(tensors))]
     text.add(f"{_listed(addresses)} = {_listed(f'{t}.data_ptr()' for t in tensors)}")
-    text.add(f"if ({' | '.join(addresses)}) & 15: return UNLIKE")
+    filled = [p for p, is_filled in zip(addresses, guards.filled, strict=True) if is_filled]
+    freed = f" or not ({' and '.join(filled)})" if filled else ""
+    text.add(f"if ({' | '.join(addresses)}) & 15{freed}: return UNLIKE")
     for k, (i, given, number, convert) in enumerate(guards.scalars):
         line = f"s{k} = n{k} if v{i} is g{k} else convert{k}(v{i})"
         text.add(line, **{f"n{k}": number, f"g{k}": given, f"convert{k}": convert})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver_kit import machine, needs_compiler
+from driver_kit import FakeDriver, machine, needs_compiler
 from launch_kit import integers, module, scaled
 from recent_kit import looked_up
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -117,12 +117,53 @@ def test_what_has_no_memory_is_refused_behind_the_same_with_memory(module: kgen.
     warm(module, x, w)
     with torch.no_grad(), pytest.raises(kgen.ArgumentError, match="functionalize does not reach into a kernel"):
         torch.func.functionalize(lambda a: module.scaled(a, w, backend="cuda"))(x)
-    freed = integers(4, 8)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(kgen.ArgumentError, match="'x' has elements but no memory"):
-        module.scaled(freed, w, backend="cuda", out=torch.empty(4, 8))
-    with pytest.raises(kgen.ArgumentError, match="'y' has elements but no memory"):
-        module.scaled(x, w, backend="cuda", out=freed)
+
+
+def without_storage(t: torch.Tensor) -> torch.Tensor:
+    t.untyped_storage().resize_(0)
+    return t
+
+
+FREED: dict[str, tuple[str, Callable[[kgen.KernelModule, torch.Tensor, torch.Tensor], Any]]] = {
+    "x": ("x", lambda m, freed, whole: m.scaled(freed, integers(8), backend="cuda")),
+    "x, to record gradients": (
+        "x", lambda m, freed, whole: m.scaled(freed.requires_grad_(), integers(8), backend="cuda")
+    ),
+    "x, of two": ("x", lambda m, freed, whole: m.scaled(freed, integers(8), backend="cuda", out=torch.empty(4, 8))),
+    "y": ("y", lambda m, freed, whole: m.scaled(whole, integers(8), backend="cuda", out=freed)),
+    "in place": ("x", lambda m, freed, whole: m.halve(freed, backend="cuda")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FREED)
+def test_what_was_freed_is_refused_behind_the_same_with_memory(
+    module: kgen.KernelModule, name: str, looked_up: list[str], machine: FakeDriver
+) -> None:
+    """Its address is 0 too."""
+    argument, call = FREED[name]
+    for _ in range(2):
+        call(module, integers(4, 8), integers(4, 8))
+    before = len(looked_up)
+    call(module, integers(4, 8), integers(4, 8))
+    assert len(looked_up) == before  # it was recognised
+    launched = len(machine.seen)
+    with pytest.raises(kgen.ArgumentError, match=f"'{argument}' has elements but no memory: its storage was freed"):
+        call(module, without_storage(integers(4, 8)), integers(4, 8))
+    assert len(machine.seen) == launched
+
+
+def test_a_tensor_without_elements_is_recognised_without_memory(
+    module: kgen.KernelModule, looked_up: list[str]
+) -> None:
+    """Its address is 0 as well, and right."""
+    calls: list[Callable[[], Any]] = [
+        lambda: module.scaled(torch.empty(0, 8), integers(8), backend="cuda"),
+        lambda: module.scaled(torch.empty(0, 8), integers(8), backend="cuda", out=torch.empty(0, 8)),
+    ]
+    for call in calls:
+        call()
+        before = len(looked_up)
+        assert call().shape == (0, 8) and len(looked_up) == before
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
