@@ -117,6 +117,16 @@ def capability(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("af"))
 
 
+def settled(module: ast.Module, declared: ast.Kernel, choices: Choices) -> tuple[Signature, ir.Kernel]:
+    """The signature of kernel `declared` of the checked `module`, and the kernel as `choices` settle its dtypes,
+    constants and optional tensors; sizes stay symbols.
+
+    Raises ArgumentError for a choice that does not fit the signature, DslError where the specialised kernel is wrong.
+    """
+    signature = signature_of(declared, Diagnostics())
+    return signature, elaborate(module, declared.name, specialization(signature, choices, example_sizes(declared)))
+
+
 def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target:
     """The kernel `declared` of the checked `module` under `choices`.
 
@@ -124,9 +134,7 @@ def target(module: ast.Module, declared: ast.Kernel, choices: Choices) -> Target
     a choice that does not fit the signature and for a dimension without a size, DslError where the specialised
     kernel is wrong.
     """
-    signature = signature_of(declared, Diagnostics())
-    spec = specialization(signature, choices, example_sizes(declared))
-    kernel = elaborate(module, declared.name, spec)
+    signature, kernel = settled(module, declared, choices)
     dims = _sizes(kernel, choices, example_sizes(declared))
     shapes = {t.name: flat_shape(t, dims) for t in kernel.tensors}
     for name, shape in shapes.items():

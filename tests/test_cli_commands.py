@@ -295,6 +295,37 @@ def test_show_names_the_sizes_that_are_missing(here: Path) -> None:
     assert run("show", "a.kdsl", "--dim", "H=3,W=64")[0] == 0
 
 
+def test_what_comes_with_kgen_is_named_by_its_name(here: Path) -> None:
+    assert run("show", "rms_norm", "-s", "source") == run("show", f"{RMS_NORM}:rms_norm", "-s", "source")
+    assert run("show", "geglu", "-s", "source")[1].startswith("kernel geglu(")
+    assert run("check", "geglu", "rms_norm") == (0, "2 files, 2 kernels: no errors\n", "")
+    for args, says in {
+        ("show", "rms_nrm"): "there is no file rms_nrm; did you mean 'rms_norm', which comes with kgen?",
+        ("check", "gegl"): "there is no file gegl; did you mean 'geglu', which comes with kgen?",
+        ("fmt", "geglu"): "there is no file geglu; 'geglu' comes with kgen, in ",
+        ("show", "elsewhere/geglu"): "there is no file elsewhere/geglu\n",
+    }.items():
+        code, _, err = run(*args)
+        assert code == 2 and says in err, err
+    (here / "geglu.kdsl").write_text("kernel")  # nobody should take the one for the other
+    assert run("show", "geglu")[2] == "error: there is no file geglu; did you mean geglu.kdsl?\n"
+
+
+def test_what_is_symbolic_needs_no_sizes(here: Path) -> None:
+    (here / "k.kdsl").write_text(
+        "kernel k(x: T[M, N]) -> (y: T[M, N]):\n    parallel m in M\n    tile n in N\n"
+        "    y[m, n] = softmax(x[m, n], n)\n"
+    )
+    code, out, _ = run("show", "k.kdsl", "--stage", "source,ir,training,backward", "--json")
+    assert code == 0
+    texts = json.loads(out)
+    assert texts["training"].startswith("kernel k_forward(x: bf16[M, N]")
+    assert texts["backward"].startswith("backward k(x: bf16[M, N]") and texts["ir"].startswith("kernel k\n")
+    code, _, err = run("show", "k.kdsl", "--stage", "backward,cuda")
+    assert code == 1 and "no size is known for N" in err
+    assert run("show", "k.kdsl", "--stage", "backward,cuda", "--dim", "N=64")[0] == 0
+
+
 # ---- doctor, cache -------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,21 @@ def test_show_the_plan(mlp: Path) -> None:
     assert code == 0 and "d_w = times_both(g=w_sum, s=d_loss, t=factor)" in out
 
 
+def test_an_op_is_shown_by_its_plan(mlp: Path, tmp_path: Path) -> None:
+    assert run("show", f"{mlp}:mlp") == run("show", f"{mlp}:mlp", "--stage", "plan")
+    own = tmp_path / "own.kdsl"
+    own.write_text(
+        "op f(x: T[B, H], w: T[V, H]) -> (y: T[B, V]):\n    forward:\n        y = x @ w.T\n", encoding="utf-8"
+    )
+    assert run("show", own) == (0, "plan f\nforward:\n    alloc y: bf16[B, V]\n    y = x @ w.T\n    return y\n")
+    code, out = run("show", "fused_linear_cross_entropy", "--gradients", "x")
+    assert code == 0 and "plan fused_linear_cross_entropy\n" in out
+    code, out = run("show", mlp)
+    assert code == 2 and "has 2 kernels (silu_, silu_gradient_) and 1 op (mlp); name one, as in" in " ".join(
+        out.split()
+    )
+
+
 def test_show_the_source_and_tree_of_an_op(mlp: Path) -> None:
     code, out = run("show", f"{mlp}:mlp", "--stage", "source,ast")
     assert code == 0, out

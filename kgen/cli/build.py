@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def build(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE[:KERNEL]|FOLDER...", help="What to build.", show_default=False)
+        list[str], typer.Argument(metavar="FILE[:NAME]|NAME|FOLDER...", help="What to build.", show_default=False)
     ],
     arch: Annotated[str, typer.Option("--arch", help="Architectures of the binaries, separated by commas.")] = "sm_90",
     folder: Annotated[

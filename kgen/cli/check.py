@@ -17,7 +17,7 @@ from kgen.dsl.source import Span
 
 def check(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE[:NAME]|FOLDER...", help="What to check.", show_default=False)
+        list[str], typer.Argument(metavar="FILE[:NAME]|NAME|FOLDER...", help="What to check.", show_default=False)
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the mistakes as JSON on standard output.")] = False,
 ) -> None:

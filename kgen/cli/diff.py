@@ -28,7 +28,7 @@ Job = tuple[Path, str, str]
 def diff(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE[:KERNEL]|FOLDER...", help="What to examine.", show_default=False),
+        typer.Argument(metavar="FILE[:KERNEL]|NAME|FOLDER...", help="What to examine.", show_default=False),
     ] = None,
     kernel: Annotated[list[str] | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel.")] = None,
     backends: Annotated[str, typer.Option(help="Backends to test, separated by commas.")] = "cuda,triton,reference",

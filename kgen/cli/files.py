@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,25 @@ def _similar(path: Path) -> str:
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, names, 1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+    if close:
+        return f"; did you mean {path.parent / close[0]}?"
+    if not str(path).isidentifier():
+        return ""
+    known = shipped()
+    if str(path) in known:
+        return f"; '{path}' comes with kgen, in {known[str(path)]}"
+    close = difflib.get_close_matches(str(path), known, 1)
+    return f"; did you mean '{close[0]}', which comes with kgen?" if close else ""
+
+
+def shipped() -> dict[str, Path]:
+    """The files of the kernels and ops that come with kgen, by name."""
+    found: dict[str, Path] = {}
+    with importlib.resources.as_file(importlib.resources.files("kgen.ops")) as folder:
+        for path in sorted(folder.glob("*.kdsl")):
+            module = load(path).module
+            found |= {item.name: path for item in (*module.kernels, *module.ops)}
+    return found
 
 
 def read(path: Path, names: set[str] | None = None) -> LoadedModule:
@@ -87,14 +106,25 @@ def split_kernel(text: str) -> tuple[Path, str | None]:
     return Path(text), None
 
 
+def named(text: str) -> tuple[Path, str | None]:
+    """What `FILE[:KERNEL]` names, as `split_kernel` has it, or NAME, which is no file here: the kernel or op of that
+    name that comes with kgen."""
+    path, kernel = split_kernel(text)
+    if text.isidentifier() and not path.exists() and not path.with_suffix(".kdsl").is_file():
+        found = shipped().get(text)
+        if found is not None:
+            return found, text
+    return path, kernel
+
+
 def chosen(texts: Iterable[str]) -> dict[Path, set[str] | None]:
-    """The files that `texts` name, as FILE, FILE:KERNEL or a folder, and the kernels wanted of each; None for all.
+    """The files that `texts` name, as `named` has it or as a folder, and the kernels wanted of each; None for all.
 
     Raises UsageError for a path that is not there; whether a file has such a kernel is not looked at.
     """
     wanted: dict[Path, set[str] | None] = {}
     for text in texts:
-        path, kernel = split_kernel(text)
+        path, kernel = named(text)
         for p in sources([path]):
             known = wanted.get(p, set())
             wanted[p] = None if kernel is None or known is None else known | {kernel}
@@ -109,6 +139,11 @@ def selected(module: ast.Module, names: set[str] | None) -> list[ast.Kernel]:
 def kernel_of(module: ast.Module, name: str | None) -> ast.Kernel:
     """The kernel called `name`, or the only one of the file."""
     names = [k.name for k in module.kernels]
+    ops = [o.name for o in module.ops]
+    if name is None and ops and len(names) != 1:
+        has = f"{len(names)} kernels ({', '.join(names)}) and " if names else ""
+        has += f"{len(ops)} op{'s' * (len(ops) > 1)} ({', '.join(ops)})"
+        raise UsageError(f"{module.path} has {has}; name one, as in {module.path}:{ops[0]}")
     if not names:
         raise KgenError(f"{module.path} has no kernel")
     if name is None:
@@ -120,7 +155,7 @@ def kernel_of(module: ast.Module, name: str | None) -> ast.Kernel:
     for k in module.kernels:
         if k.name == name:
             return k
-    if any(o.name == name for o in module.ops):
+    if name in ops:
         raise UsageError(f"'{name}' is an op, and this is for kernels; {module.path} has {', '.join(names)}")
     raise UsageError(f"{module.path} has no kernel '{name}'; {_nearest(name, names)}")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kgen.cli.app import UsageError, out, print_json
-from kgen.cli.files import existing, kernel_of, read, split_kernel
+from kgen.cli.files import existing, kernel_of, named, read
 from kgen.cli.options import (
     ConstOption,
     DimOption,
@@ -27,8 +27,9 @@ from kgen.dsl.diagnostics import DslError
 
 if TYPE_CHECKING:
     from kgen.codegen.machines import Machine
-    from kgen.dsl import ast
+    from kgen.dsl import ast, ir
     from kgen.dsl.host.ast import Op
+    from kgen.dsl.signature import Signature
     from kgen.runtime.ahead import Choices, Target
     from kgen.runtime.derived import GradientTargets
 
@@ -63,9 +64,21 @@ class _Compiled:
 def show(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE[:KERNEL]", help="The file, and the kernel if it has several.", show_default=False),
+        typer.Argument(
+            metavar="FILE[:NAME]|NAME",
+            help="A kernel or op of a file, or one that comes with kgen.",
+            show_default=False,
+        ),
     ],
-    stage: Annotated[str, typer.Option("--stage", "-s", help=f"One or several of {', '.join(STAGES)}.")] = "cuda",
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            "--stage",
+            "-s",
+            help=f"One or several of {', '.join(STAGES)}; else cuda, of an op plan.",
+            show_default=False,
+        ),
+    ] = None,
     backend: Annotated[str, typer.Option("--backend", help="cuda or triton: whose schedule, ptx and sass.")] = "cuda",
     arch: Annotated[
         str | None, typer.Option("--arch", help="Architecture of ptx, sass and cost; sm_90 where none is given.")
@@ -83,11 +96,12 @@ def show(
         bool, typer.Option("--json", help="Print a JSON object: the text of each stage, of cost its figures.")
     ] = False,
 ) -> None:
-    """Show a kernel at a stage of its compilation; several stages stand side by side where the terminal is wide enough.
+    """Show a kernel, or an op, at a stage of its compilation; several stages stand side by side where the terminal is
+    wide enough.
 
     The stage backward is the hand-written one where the file has it for these choices. A derived one is printed as it
     may be pasted into the file: there it is the hand-written one, to be edited. Comments name the inputs that have no
-    gradient, and why.
+    gradient, and why. Sizes stay symbols there.
 
     Stages behind training or backward are of that kernel, as a call runs it that records all gradients.
 
@@ -97,19 +111,21 @@ def show(
     Examples:
         kgen show swiglu.kdsl:geglu --stage cuda,triton
         kgen show rms_norm.kdsl --stage schedule --dim N=8192 --dtype f32 --without w
-        kgen show rms_norm.kdsl --stage backward --dtype bf16
+        kgen show rms_norm --stage backward --dtype bf16
         kgen show rms_norm.kdsl --stage backward,cuda,triton --dtype bf16
         kgen show rms_norm.kdsl --stage schedule,cost --gpu a100 --dim N=8192
         kgen show rms_norm.kdsl --stage sass --backend triton --arch sm_90
-        kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan
-        kgen show fused_linear_cross_entropy.kdsl:fused_linear_cross_entropy --stage plan --gradients x
+        kgen show fused_linear_cross_entropy
+        kgen show fused_linear_cross_entropy --stage plan,cost --gradients x
     """
     from kgen.cli.cost import machine_of
 
-    path, name = split_kernel(file)
-    stages = _stages(stage)
+    path, name = named(file)
+    wanted = None if stage is None else _stages(stage)
     if backend not in ("cuda", "triton"):
         raise UsageError(f"--backend: '{backend}' is neither cuda nor triton")
+    module = read(existing(path)).module
+    stages = wanted or [_first_stage(module, name)]
     if gpu is not None and not {"cost", "schedule"} & set(stages):
         raise UsageError("--gpu is for --stage cost and schedule")
     (target_arch, *more) = architectures(arch or "sm_90")
@@ -118,7 +134,6 @@ def show(
     asked = wanted_gradients(gradients)
     if asked is not None and not {"plan", "cost"} & set(stages):
         raise UsageError("--gradients is for the plan and the cost of an op")
-    module = read(existing(path)).module
     if name is None and set(stages) <= {"source", "ast"}:
         texts = {s: _Shown(_module_text(module, s)) for s in stages}
     else:
@@ -146,6 +161,12 @@ def _stages(text: str) -> list[str]:
     if not stages:
         raise UsageError(f"--stage: name one of {', '.join(STAGES)}")
     return stages
+
+
+def _first_stage(module: ast.Module, name: str | None) -> str:
+    """The stage that is shown where none is asked for."""
+    ops = [o.name for o in module.ops]
+    return "plan" if name in ops or (name is None and len(ops) == 1 and not module.kernels) else "cuda"
 
 
 def _module_text(module: ast.Module, stage: str) -> str:
@@ -195,10 +216,11 @@ def _op_cost(module: ast.Module, op: Op, how: _Compiled) -> _Shown:
 
 
 def _texts(module: ast.Module, declared: ast.Kernel, stages: list[str], how: _Compiled) -> dict[str, _Shown]:
-    from kgen.cli.ir_text import tree_text
-    from kgen.runtime.ahead import target
+    from kgen.cli.ir_text import kernel_text, tree_text
+    from kgen.runtime.ahead import settled, target
 
     made: Target | None = None
+    symbolic: tuple[Signature, ir.Kernel] | None = None  # for what needs no sizes
     derived: GradientTargets | None = None
     of = declared
     texts: dict[str, _Shown] = {}
@@ -207,11 +229,14 @@ def _texts(module: ast.Module, declared: ast.Kernel, stages: list[str], how: _Co
             own = "\n".join(_lines(of)) if stage == "source" else tree_text(of)
             texts[stage] = _Shown(own)
             continue
+        if derived is None and (stage == "ir" or not set(stages[i:]) - set(_GRADIENTS)):
+            signature, kernel = symbolic = symbolic or settled(module, declared, how.chosen)
+            shown = kernel_text(kernel) if stage == "ir" else _gradients(module, signature, kernel, stage)
+            texts[stage] = _Shown(shown)
+            continue
         made = made or target(module, declared, how.chosen)
         if stage not in _GRADIENTS:
             texts[stage] = _stage(made, stage, how)
-        elif derived is None and not set(stages[i:]) - set(_GRADIENTS):
-            texts[stage] = _Shown(_gradients(made, stage))
         else:
             from kgen.runtime.derived import gradient_targets
 
@@ -259,32 +284,32 @@ def _stage(made: Target, stage: str, how: _Compiled) -> _Shown:
     return _Shown("\n\n".join((b.ptx if stage == "ptx" else b.sass).strip("\n") for b in found))
 
 
-def _gradients(made: Target, stage: str) -> str:
+def _gradients(module: ast.Module, signature: Signature, kernel: ir.Kernel, stage: str) -> str:
     """The forward kernel that also saves what the backward one needs, or that one: for every gradient there is, with a
     comment for each input of a floating-point dtype that has none. Raises DslError where none has one."""
     from kgen.codegen.derive import derive, differentiable
     from kgen.codegen.derive.paste import pasted
     from kgen.codegen.derive.written import by_hand, underivable, written
 
-    without = underivable(made.module, made.kernel)
-    wanted = differentiable(made.kernel) - without.keys()
+    without = underivable(module, kernel)
+    wanted = differentiable(kernel) - without.keys()
     if without and not wanted:
         raise DslError({d.render(): d for why in without.values() for d in why.diagnostics}.values())
     head = [f"# no gradient of '{name}': {why.diagnostics[0].brief()}" for name, why in without.items()]
-    found = by_hand(made.module, made.kernel)
+    found = by_hand(module, kernel)
     if found is not None and not isinstance(found.own, str):
         if stage == "training":
-            text = written(made.kernel, found.backward, found.own, wanted).forward_text
+            text = written(kernel, found.backward, found.own, wanted).forward_text
         else:
             own = found.backward.kernel
             text = "\n".join([f"# written by hand, at {own.span}", *_lines(own)])
         return "\n".join([*head, text])
-    derived = derive(made.kernel, wanted, named=True)
+    derived = derive(kernel, wanted, named=True)
     if stage == "training":
         return "\n".join([*head, derived.forward_text])
     if found is not None:
         head.insert(0, f"# derived, as the one at {found.backward.kernel.span} is for other calls: here {found.own}")
-    return "\n".join([*head, pasted(derived, made.kernel, made.signature)])
+    return "\n".join([*head, pasted(derived, kernel, signature)])
 
 
 def _lines(kernel: ast.Kernel) -> list[str]:

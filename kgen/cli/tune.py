@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
-from kgen.cli.files import existing, split_kernel
+from kgen.cli.files import existing, shipped, split_kernel
 from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices, refuse_unknown
 from kgen.dsl.diagnostics import KgenError
 
@@ -192,20 +192,13 @@ def _shipped(name: str, direction: str | None) -> Target:
 
     folder = importlib.resources.files("kgen.ops")
     usual = json.loads((folder / "tuned_sizes.json").read_text("utf-8"))
-    own = tuple(u for u in usual if u["kernel"] == name)
-    modules: dict[str, KernelModule] = {}
-    if own:
-        modules[own[0]["file"]] = load_packaged(own[0]["file"])
-    else:
-        files = sorted(f.name for f in folder.iterdir() if f.name.endswith(".kdsl"))
-        modules = {f: load_packaged(f) for f in files}
-    for file, module in modules.items():
-        if name in _kernels(module):
-            return Target(module[name], direction, own)
-        if name in module:
-            raise UsageError(_no_kernel(file, name, _kernels(module), True))
-    names = [n for m in modules.values() for n in _kernels(m)]
-    raise UsageError(_no_kernel("kgen", name, names, False))
+    found = shipped()
+    if name not in found:
+        raise UsageError(_no_kernel("kgen", name, [*found], False))
+    module = load_packaged(found[name].name)
+    if name not in _kernels(module):
+        raise UsageError(_no_kernel(found[name].name, name, _kernels(module), True))
+    return Target(module[name], direction, tuple(u for u in usual if u["kernel"] == name))
 
 
 def _kernels(module: KernelModule) -> list[str]:
