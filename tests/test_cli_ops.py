@@ -112,10 +112,16 @@ def test_ops_and_kernels_by_name(mlp: Path) -> None:
     code, out = run("check", f"{mlp}:mlp")
     assert code == 0 and "warning[W0101]: value 'spare' is never used" in out
     assert "W0101" not in run("check", f"{mlp}:silu_")[1]
+    those = f"name those that it calls, as in: kgen diff {mlp}:silu_ {mlp}:silu_gradient_. What"
+    own = mlp.with_name("own.kdsl")
+    own.write_text(
+        "op f(x: T[B, H], w: T[V, H]) -> (y: T[B, V]):\n    forward:\n        y = x @ w.T\n", encoding="utf-8"
+    )
     for args, message in [
         (("check", f"{mlp}:mpl"), "has no kernel or op 'mpl'; did you mean 'mlp'?"),
-        (("diff", f"{mlp}:mlp"), "'mlp' is an op, and this is for kernels;"),
-        (("diff", mlp, "--kernel", "mlp"), "--kernel mlp: that is an op, and this is for kernels"),
+        (("diff", f"{mlp}:mlp"), f"'mlp' is an op, and kgen diff examines kernels; {those}"),
+        (("diff", mlp, "--kernel", "mlp"), f"'mlp' is an op, and kgen diff examines kernels; {those}"),
+        (("diff", own), "'f' is an op, and kgen diff examines kernels; it calls none. What"),
     ]:
         code, out = run(*args)
         assert code == 2 and message in " ".join(out.split()), out

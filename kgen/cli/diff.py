@@ -17,6 +17,7 @@ from kgen.cli.files import chosen, existing, read, selected
 if TYPE_CHECKING:
     import torch
 
+    from kgen.dsl.host.ast import Op
     from kgen.runtime.campaign import Report
     from kgen.runtime.kernel import Kernel
 
@@ -147,11 +148,19 @@ def _kernels(files: list[str], only: list[str] | None) -> list[tuple[Path, str]]
     if not files:
         raise UsageError("name a .kdsl file or a folder with some")
     modules = [(path, read(path).module, names) for path, names in chosen(files).items()]
+    ops = {o.name: (path, o) for path, module, _ in modules for o in module.ops}
+    asked = {n for _, _, names in modules for n in names or ()} | set(only or ())
+    for name in sorted(asked & ops.keys() - {k.name for _, module, _ in modules for k in module.kernels}):
+        raise UsageError(_of_an_op(*ops[name]))
     found = [(path, k.name) for path, module, names in modules for k in selected(module, names)]
+    if ops and not found:
+        raise UsageError(_of_an_op(*next(iter(ops.values()))))
+    whole = {path for path, _, names in modules if names is None}
+    left_out = [n for n, (path, _) in ops.items() if path in whole]
+    if left_out and not only:
+        err().print(f"left out, as these are no kernels but ops: {', '.join(left_out)}", markup=False)
     if only:
         missing = set(only) - {name for _, name in found}
-        for name in sorted(missing & {o.name for _, module, _ in modules for o in module.ops}):
-            raise UsageError(f"--kernel {name}: that is an op, and this is for kernels")
         if missing:
             raise UsageError(
                 f"--kernel {min(missing)}: there is no such kernel; there are {', '.join(n for _, n in found)}"
@@ -160,6 +169,20 @@ def _kernels(files: list[str], only: list[str] | None) -> list[tuple[Path, str]]
     if not found:
         raise UsageError("there are no kernels in these files")
     return found
+
+
+def _of_an_op(path: Path, op: Op) -> str:
+    """What to do where an op is named: it has no bound of its own, as products are the library's."""
+    from kgen.dsl.check.unused import uses
+
+    module = read(path).module
+    files = {k.name: path for k in module.kernels} | {k.name: Path(k.module.path) for k in module.imported}
+    called = [f"{files[n]}:{n}" for n in dict.fromkeys(uses(op)) if n in files]
+    those = f"name those that it calls, as in: kgen diff {' '.join(called)}" if called else "it calls none"
+    return (
+        f"'{op.name}' is an op, and kgen diff examines kernels; {those}. What the op makes of them is the same on "
+        f"every backend but 'reference', which multiplies matrices in float64: compare a call with its own there"
+    )
 
 
 def _saved(path: Path) -> tuple[Path, str, Any]:
