@@ -82,7 +82,7 @@ def test_the_shipped_ops_take_a_bounded_amount_of_work(work: Counter[str]) -> No
     # it from the one before.
     assert work["files"] == len(list(OPS.glob("*.kdsl")))
     assert work["proofs"] <= 180, work
-    assert work["op statements"] <= 6400, work
+    assert work["op statements"] <= 2450, work
     assert work["kernel statements"] <= 4200, work
 
 

@@ -23,6 +23,7 @@ from kgen.dsl.dtypes import DTYPES, F32
 from kgen.dsl.garbage import collected_later
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
+from kgen.dsl.host.passed_on import passed_on
 from kgen.dsl.host.scope import GRADIENT, Callee, HostSpecialization, Saved, Scope, Stop
 from kgen.dsl.host.statements import Statements, gradient_of
 from kgen.dsl.host.values import Difference, Numbers, Operand, Values, Way, differences
@@ -70,7 +71,8 @@ def check_ops(source: Source, diagnostics: Diagnostics) -> None:
         _requirements(op, signature, diagnostics)
         if len(diagnostics.items) > before:
             continue
-        choices, numbers = Choices(), Numbers()
+        idle = passed_on(op, signature, {n: c.signature for n, c in callees.items()})
+        choices, numbers = Choices(dict.fromkeys(idle, True)), Numbers()
         ways: list[Way] = []
         while True:
             _elaborate(op, signature, callees, ops, diagnostics, None, choices, numbers, ways)

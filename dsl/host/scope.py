@@ -175,7 +175,9 @@ class Scope:
         """Whether an optional tensor is there."""
         if not p.optional:
             return True
-        return p.name in self.spec.present if self.spec is not None else self.choices.decide(p.name)
+        if self.spec is not None:
+            return p.name in self.spec.present
+        return bool(self.choices.known[p.name]) if p.name in self.choices.known else self.choices.decide(p.name)
 
     def is_wanted(self, name: str) -> bool:
         """Whether the gradient of parameter `name` is wanted."""
