@@ -185,8 +185,11 @@ class _Driver:
             "nothing is indented under this line",
             token_span(self.source, self.previous.tokens[-1]),
             label="a block was expected after this ':'",
-            help="indent the statements of the block by four spaces",
+            help="write forward: under it, and its statements under that"
+            if self.previous.tokens[0].type == "OP"
+            else "indent the statements of the block by four spaces",
         )
+        self.explainer.strayed = True  # they may be those that follow
         self.expects_block = False
         newline = self.previous.newline
         self.feed("INDENT", newline)
@@ -198,6 +201,7 @@ class _Driver:
     def line(self, line: Line, opens: bool) -> bool:
         """Feed one line; True if what is indented under it must be left out."""
         at_top = len(self.margins) == 1
+        self.explainer.strayed &= not at_top
         self.previous = line
         self.builder.depth.clear()
         if not line.bad:

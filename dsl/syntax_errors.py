@@ -8,7 +8,7 @@ from lark import Token
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from kgen.dsl.diagnostics import Diagnostics
-from kgen.dsl.host.advice import DECLARATIONS, FOREIGN, STATEMENTS, advice, begins_in_op
+from kgen.dsl.host.advice import DECLARATIONS, FOREIGN, STATEMENTS, advice, begins_in_op, strays
 from kgen.dsl.lexing import KEYWORDS, Line, token_span
 from kgen.dsl.source import SourceFile
 
@@ -73,6 +73,7 @@ class SyntaxExplainer:
     def __init__(self, source: SourceFile, diagnostics: Diagnostics) -> None:
         self.source = source
         self.diagnostics = diagnostics
+        self.strayed = False  # whether a statement outside of the sections of this op was reported
 
     def error(self, code: str, message: str, token: Token, help: str) -> None:
         span = token_span(self.source, token)
@@ -116,7 +117,8 @@ class SyntaxExplainer:
     def explain(self, saved: InteractiveParser, line: Line, token: Token) -> None:
         """Report that `token` of `line` does not fit; `saved` is the parser before the line."""
         parser = saved.copy(deepcopy_values=False)
-        in_op = begins_in_op(parser.accepts())
+        starts = parser.accepts()
+        in_op = begins_in_op(starts)
         before: list[Token] = []
         for earlier in line.tokens:
             if earlier is token:
@@ -125,6 +127,10 @@ class SyntaxExplainer:
             before.append(earlier)
         accepts = parser.accepts()
         first = line.tokens[0]
+        at_sections = begins_in_op(starts) and "EXAMPLE" in starts
+        if at_sections and strays(line.tokens):
+            self.stray(line)
+            return
         if not before and token.type in ("ELIF", "ELSE"):
             self.error(
                 "K0122",
@@ -134,6 +140,8 @@ class SyntaxExplainer:
             )
         elif first.value == "schedule" and [t.type for t in before] == ["NAME"] and token.type == "COLON":
             self.error("K0110", "expected a backend, found ':'", token, f"it is written {_FORMS['SCHEDULE']}")
+        elif in_op and token.type == "NEWLINE" and len(before) == 1 and first.value in FOREIGN:
+            self.unknown_statement(first, in_op)
         elif token.type == "NEWLINE" and "COLON" in accepts and first.type != "SCHEDULE":
             self.missing_colon(line)
         elif token.type == "AT" and "STAR" in accepts:
@@ -145,6 +153,13 @@ class SyntaxExplainer:
             )
         elif len(before) == 1 and first.type == "NAME" and token.type in ("NAME", "NUMBER"):
             self.unknown_statement(first, in_op)
+        elif at_sections and before and before[-1].type == "COLON":
+            self.error(
+                "K0110",
+                f"expected the end of the line, found {_found(token)}",
+                token,
+                "put the statements of a section on lines of their own, indented under it",
+            )
         elif in_op and not before and token.type in ("PARALLEL", "TILE"):
             self.error("K0110", f"{_found(token)} begins no statement of an op", token, DECLARATIONS)
         elif token.value in KEYWORDS and "NAME" in accepts and "NUMBER" not in accepts:
@@ -181,6 +196,14 @@ class SyntaxExplainer:
         else:
             help = "statements are parallel, tile, require, if, for, name = expression and y[m] = expression"
         self.error("K0126", f"'{first}' begins no statement", first, help)
+
+    def stray(self, line: Line) -> None:
+        """Report a statement that stands in no section of an op, once for all of them."""
+        if not self.strayed:
+            span = token_span(self.source, line.tokens[0]).to(token_span(self.source, line.tokens[-1]))
+            help = "begin a section above it, forward: or backward(d_y):, and indent the statements under that"
+            self.diagnostics.error("K0609", "a statement outside the sections of an op", span, help=help)
+        self.strayed = True
 
     def missing_colon(self, line: Line) -> None:
         """Report a block header without its colon, behind its last token."""

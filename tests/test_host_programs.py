@@ -129,6 +129,31 @@ def test_advice_in_an_op_is_for_ops(line, code, help):
     assert found[0].code == code and help in str(found[0].help), (found[0].code, found[0].help)
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "text", "help"),
+    [
+        ("y = x @ w.T\n    z = y", "K0609", "y = x @ w.T", "begin a section above it, forward: or backward(d_y):"),
+        ("require B > 0\n    y += x @ w.T", "K0609", "y += x @ w.T", "begin a section above it"),
+        ("for c in chunks(B):\n        y[c] = x[c] @ w.T", "K0609", "for c in chunks(B):", "begin a section above it"),
+        ("y[c] = x @ w.T", "K0609", "y[c] = x @ w.T", "begin a section above it"),
+        ("edit_(x, s)", "K0609", "edit_(x, s)", "begin a section above it"),
+        ("g: f32[B, V]\n    y = g", "K0609", "g: f32[B, V]", "begin a section above it"),
+        ("forward:\n        y = x @ w.T\n    y = x", "K0609", "y = x", "begin a section above it"),
+        ("forward\n        y = x @ w.T", "K0123", "forward", "forward: or backward(d_y):"),
+        ("forward:\n    y = x @ w.T", "K0109", ":", "indent the statements of the block"),
+        ("forward: y = x @ w.T", "K0110", "y", "on lines of their own, indented under it"),
+        ("return x", "K0126", "return", "assign the output"),
+        ("pass", "K0126", "pass", "leave the block out"),
+        ("", "K0109", ":", "write forward: under it"),
+    ],
+)
+def test_statements_in_no_section_are_one_mistake(body, code, text, help):
+    with pytest.raises(DslError) as caught:
+        reported(COPY + EDIT + HEAD + "    " + body + "\n")
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.span.text) == (code, text) and help in found.help, found.render()
+
+
 def test_mistakes_name_things_as_they_are_written():
     twice = (
         "for c in chunks(B):\n            y[c] = x[c] @ w.T\n"

@@ -31,6 +31,17 @@ def begins_in_op(starts: set[str]) -> bool:
     return "NAME" in starts and "PARALLEL" not in starts
 
 
+def strays(line: Sequence[Token]) -> bool:
+    """Whether a line that stands where the sections of an op do is a statement of one."""
+    first, following = line[0], line[1].type if len(line) > 1 else ""
+    if first.type == "FOR":
+        return True
+    if first.type != "NAME" or first.value in ("forward", "backward"):
+        return False
+    ends = line[-1].type == "COLON"  # as the header of a section does
+    return following in ("EQUAL", "PLUS_EQUAL", "_COMMA", "LSQB") or (following in ("LPAR", "COLON") and not ends)
+
+
 def advice(token: Token, before: Sequence[Token], opened: str) -> str | None:
     """What to do about `token` behind the tokens `before` of its line; `opened` is the innermost bracket, if any. None
     where the advice for kernels serves."""

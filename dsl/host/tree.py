@@ -27,6 +27,8 @@ class HostTree:
             elif isinstance(item, ast.Example):
                 examples.append(item)
             elif isinstance(item, host.If):
+                if item.span.line in self.spoilt:  # it stands for a line that was reported
+                    continue
                 self.error("K0609", "a choice outside the sections of an op", item.span, help="move it under forward:")
             elif number == 0:
                 doc = item.text
