@@ -80,7 +80,7 @@ def checked(path: str | os.PathLike[str]) -> Checked:
     if key is None:
         return Checked.of(module)
     files = [_unchanged(s) for s in loaded.sources]
-    if None in files or _key_of(path, files[0] or b"") != key:
+    if None in files or _key_of(path, files[0] or b"") != key or generator.changed():
         return Checked.of(module)  # a file was saved meanwhile: the tree is of another text than the key
     pairs = zip(loaded.sources[1:], files[1:], strict=True)
     imported: Imported = [(s.path, _hashed(data)) for s, data in pairs if data is not None]

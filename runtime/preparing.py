@@ -20,7 +20,7 @@ from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ir
 from kgen.dsl.check import elaborate
 from kgen.dsl.signature import Specialization, TensorParam
-from kgen.runtime import events, registry, tuned
+from kgen.runtime import events, registry, stored, tuned
 from kgen.runtime.backends.base import Executor
 from kgen.runtime.backends.launch import Built
 from kgen.runtime.binding import examine
@@ -51,6 +51,7 @@ def prepare(
     Raises ArgumentError and BackendError with every message that a call of a checked kernel has for its user.
     """
     spec, device = examine(called.signature, values, outs)
+    stored.prepares(called)
     executor = registry.resolve(choice, device)
     kernel = specialized(called, spec)
     given = {

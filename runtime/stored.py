@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,17 +41,27 @@ MAX_KEPT = 256
 
 _kept = 0
 _suspended = 0
+_lock = Lock()
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, no call is taken from disk or put there, in any thread: what is generated is not what the sources say."""
     global _suspended
-    _suspended += 1
+    with _lock:
+        _suspended += 1
     try:
         yield
     finally:
-        _suspended -= 1
+        with _lock:
+            _suspended -= 1
+
+
+def prepares(kernel: Kernel) -> None:
+    """To be called before something is generated for `kernel`: what a changed generator has made of it stays in the
+    kernel's plans, so that no later call of it is kept either."""
+    if _suspended:
+        kernel.content = None
 
 
 def find(kernel: Kernel, key: tuple[Any, ...]) -> ReadyCall | None:
@@ -70,12 +81,14 @@ def find(kernel: Kernel, key: tuple[Any, ...]) -> ReadyCall | None:
 def keep(kernel: Kernel, key: tuple[Any, ...], ready: ReadyCall) -> None:
     """Put a ready call on disk, if it can be told in plain data."""
     global _kept
-    if _kept >= MAX_KEPT:
+    # What was imported since may be of other sources than those that name the entry.
+    if _kept >= MAX_KEPT or generator.changed():
         return
     where = _entry(kernel, key)
     data = None if where is None else _data(ready)
     if where is not None and data is not None:
-        _kept += 1
+        with _lock:
+            _kept += 1
         CACHE.put(where, json.dumps(data, separators=(",", ":")).encode())
 
 
@@ -100,7 +113,7 @@ def _environment(device: torch.device) -> str:
         installation.chosen_ptxas(),
         os.environ.get("TRITON_INTERPRET", ""),
         os.environ.get("KGEN_TUNED", ""),
-        _results(tuned_paths.user_path(installation.device_name(device))),
+        hashlib.sha256(tuned_paths.read(tuned_paths.user_path(installation.device_name(device))) or b"").hexdigest(),
     ]
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
@@ -111,13 +124,7 @@ def _environment(device: torch.device) -> str:
 def forget() -> None:
     """Ask anew what calls depend on, when the next one is looked for: results of `kgen tune` have changed."""
     _environment.cache_clear()
-
-
-def _results(path: Any) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except (AttributeError, OSError):
-        return ""
+    tuned_paths.read.cache_clear()
 
 
 # ---- plain data ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from kgen.codegen.layout import ceil_power, power_of_two_in
 from kgen.runtime import stored
 from kgen.runtime.installation import device_name
 from kgen.runtime.layouts import Layout
+from kgen.runtime.tuned_paths import read
 from kgen.runtime.tuned_store import (
     Result,
     Subject,
@@ -105,11 +106,12 @@ def _distance(found: Subject, wanted: Subject) -> float | None:
 class Table:
     """The results that count on one device: the user's, then those that come with kgen."""
 
-    def __init__(self, name: str, driver: str | None) -> None:
-        """`driver`: whose results of the user count; None: of any."""
-        user = [r for r in load(user_path(name)) if driver in (None, r.driver)]
+    def __init__(self, name: str, driver: str | None, user: list[Result] | None = None) -> None:
+        """`driver`: whose results of the user count; None: of any. `user`: those, where they were read already."""
+        mine = load(user_path(name)) if user is None else user
+        mine = [r for r in mine if driver in (None, r.driver)]
         self._by: dict[tuple[str, str], tuple[list[Result], list[Result]]] = {}
-        for k, results in enumerate((user, load(shipped_path(name)))):
+        for k, results in enumerate((mine, load(shipped_path(name)))):
             for r in results:
                 self._by.setdefault((r.subject.kernel, r.subject.backend), ([], []))[k].append(r)
 
@@ -167,7 +169,10 @@ def table(device: torch.device) -> Table | None:
     """The results that count on `device`; None where there are none, or KGEN_TUNED=0. Read once a process."""
     if switched_off():
         return None
-    found = Table(device_name(device), driver_of(device))
+    name = device_name(device)
+    path = user_path(name)
+    data = read(path)
+    found = Table(name, driver_of(device), [] if data is None else load(path, data))
     return found if len(found) else None
 
 

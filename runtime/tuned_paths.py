@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -32,6 +33,16 @@ def user_path(device: str) -> Path | None:
     try:
         return user_folder() / file_name(device)
     except RuntimeError:
+        return None
+
+
+@functools.cache
+def read(path: Path | None) -> bytes | None:
+    """What is in the file of the user's results, None where there is none. Read once a process, so that what names a
+    stored call and what chose its schedules is one text, though another process may write a new one meanwhile."""
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError:
         return None
 
 

@@ -150,12 +150,13 @@ def devices() -> list[str]:
     return sorted({p.stem for folder in folders for p in folder.glob("*.json")})
 
 
-def load(path: Path | None) -> list[Result]:
-    """The results in the file at `path`, none where there is no file; those of another generator are left out."""
+def load(path: Path | None, data: bytes | None = None) -> list[Result]:
+    """The results in the file at `path`, or in `data`, which was read there; none where there is no file. Those of
+    another generator are left out."""
     if path is None:
         return []
     try:
-        return _parsed(path.read_bytes())
+        return _parsed(path.read_bytes() if data is None else data)
     except OSError:
         return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:

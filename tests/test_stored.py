@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from driver_kit import FakeDriver, machine, needs_compiler
 
 import kgen
-from kgen.runtime import events, generator, injection, installation, stored
+from kgen.runtime import checked_modules, events, generator, injection, installation, stored, tuned
 from kgen.runtime.backends import driver
 from kgen.runtime.cache import CACHE
 
@@ -189,23 +190,121 @@ def test_another_environment_compiles_again(path: Path, monkeypatch: pytest.Monk
     assert planned(path, call)[1] == 0
 
 
-def test_a_changed_file_of_the_generator_changes_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of the generator, of which the fixture `restarted` makes another process."""
     monkeypatch.setenv("KGEN_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "codegen" / "cuda").mkdir(parents=True)
-    file = tmp_path / "codegen" / "cuda" / "emit.py"
-    monkeypatch.setattr(generator, "_ROOT", tmp_path)
+    file = tmp_path / "kgen" / "codegen" / "cuda" / "emit.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("# the first\n")
+    (tmp_path / "kgen" / "dsl").mkdir()
+    (tmp_path / "kgen" / "dsl" / "parser.py").write_text("# no change\n")
+    monkeypatch.setattr(generator, "_ROOT", tmp_path / "kgen")
+    restarted()
+    yield file
+    monkeypatch.undo()
+    restarted()
+
+
+def restarted() -> str:
+    """The version of the generator, as a process that starts now says it."""
+    CACHE.clear_memory()
+    generator._at_start.cache_clear()
+    generator._at_start(generator._ROOT)
+    generator.version.cache_clear()
+    stored.forget()
+    return generator.version("codegen")
+
+
+def test_a_changed_file_of_the_generator_changes_its_version(sources: Path) -> None:
     seen = set[str]()
     for text in ("a", "b", "c" * 100):
-        file.write_text(text)
-        generator.version.cache_clear()
-        seen.add(generator.version("codegen"))
-        generator.version.cache_clear()
-        seen.add(generator.version("codegen"))
-    (tmp_path / "codegen" / "new.j2").write_text("")
-    generator.version.cache_clear()
-    seen.add(generator.version("codegen"))
-    generator.version.cache_clear()
+        sources.write_text(text)
+        seen |= {restarted(), restarted()}
+    (sources.parent / "new.j2").write_text("")
+    seen.add(restarted())
     assert len(seen) == 4
+
+
+def test_a_file_that_changes_while_a_process_runs_changes_the_version_of_the_next(sources: Path) -> None:
+    before = restarted()
+    assert not generator.changed()
+    text = sources.read_text()
+    sources.write_text(text.replace("first", "other"))
+    assert generator.changed() and generator.version("codegen") == before
+    generator.version.cache_clear()
+    assert generator.version("codegen") == before  # what the process started with is known
+    now = restarted()
+    assert now != before
+    # It is not where nobody has asked before the change: then no other process has this version.
+    sources.write_text("# new")
+    generator._at_start.cache_clear()
+    generator._at_start(generator._ROOT)
+    sources.write_text("# newer")
+    generator.version.cache_clear()
+    own = generator.version("codegen")
+    assert own not in (before, now, restarted())
+
+
+def test_a_generator_that_changed_while_the_process_runs_keeps_nothing(path: Path, sources: Path) -> None:
+    call, known = scaled(whole(3, 8)), scaled(whole(2, 8))
+    planned(path, known)
+    sources.write_text("# new")
+    assert [planned(path, call)[1] for _ in range(2)] == [1, 1]
+    assert planned(path, known)[1] == 0
+    path.write_text(TEXT + "\n")  # a file that was not checked before
+    assert [planned(path, known)[1] for _ in range(2)] == [1, 1]
+    sources.write_text("# the first\n")
+    restarted()
+    assert CACHE.get(checked_modules._key(path) or "") is None
+    for was_known in (False, True):
+        assert [planned(path, c)[1] for c in (call, known)] == [1, 1 - was_known]
+        assert [planned(path, c)[1] for c in (call, known)] == [0, 0]
+        path.write_text(TEXT)
+
+
+def test_results_of_another_process_count_from_the_next_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has read the old ones, for a name or for schedules, chooses and stores by them."""
+    results = path.parent / "tuned"
+    results.mkdir()
+    file = results / "cpu.json"
+    monkeypatch.setenv("KGEN_TUNED", str(results))
+    states = ("one", "two")  # read by a Table as they are, which they are no text of
+    read: list[bytes | None] = []
+    monkeypatch.setattr(tuned, "load", lambda path, data=None: read.append(data) or [])
+    for first in (lambda: planned(path, scaled(whole(3, 8))), lambda: tuned.table(torch.device("cpu"))):
+        tuned.reload()
+        read.clear()
+        file.write_text(states[0])
+        first()
+        file.write_text(states[1])
+        planned(path, scaled(whole(len(file.name), 8)))
+        tuned.table(torch.device("cpu"))
+        old = stored._environment(torch.device("cpu"))
+        assert states[0].encode() in read and states[1].encode() not in read
+        file.write_text(states[0])
+        tuned.reload()
+        assert stored._environment(torch.device("cpu")) == old
+        file.write_text(states[1])
+        tuned.reload()
+        assert stored._environment(torch.device("cpu")) != old
+    tuned.reload()
+
+
+@pytest.mark.parametrize("what", ["name", "major", "minor", "multi_processor_count", "driver"])
+def test_another_device_is_another_environment(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    device = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
+    driver_is = "570.1"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**device))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device["name"])
+    monkeypatch.setattr(installation, "driver_version", lambda: driver_is)
+    seen = [stored._environment.__wrapped__(torch.device("cuda", i)) for i in (0, 1)]
+    assert seen[0] == seen[1]  # the key of the call has the index
+    if what == "driver":
+        driver_is = "580.1"
+    else:
+        device[what] = "Other" if what == "name" else 1
+    assert stored._environment.__wrapped__(torch.device("cuda", 0)) != seen[0]
 
 
 def entries(folder: Path) -> list[Path]:
@@ -245,6 +344,19 @@ def test_what_breaks_the_generator_meets_no_stored_call(path: Path) -> None:
     with injection.injected("short") as done:
         planned(path, call)
     assert done.programs  # a program was made, though there is a stored call for the one without the mistake
+
+
+def test_a_kernel_that_a_changed_generator_has_made_is_kept_at_no_size(path: Path) -> None:
+    def call(rows: int) -> Call:  # into memory that is not right by chance
+        return scaled(whole(rows, 9), out=torch.full((rows, 9), torch.nan))
+
+    module = kgen.load(path)
+    with injection.injected("short") as done:
+        call(3)(module)
+    assert done.programs
+    assert not torch.equal(call(5)(module), 4 * whole(5, 9))  # of the same plan
+    result, plans = planned(path, call(5))
+    assert torch.equal(result, 4 * whole(5, 9)) and plans == 1
 
 
 def test_switched_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
