@@ -31,7 +31,7 @@ SPECIAL = {
     "rsqrt": Instructions(1, 2),
     "sigmoid": Instructions(2, 7),
     "tanh": Instructions(2, 9),
-    "erf": Instructions(1, 9),
+    "erf": Instructions(1, 14),
     "sin": Instructions(0, 12),
     "cos": Instructions(0, 12),
     "pow": Instructions(1, 43),

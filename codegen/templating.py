@@ -11,6 +11,8 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kgen.codegen import erf
+
 
 def indent_lines(lines: Iterable[str], depth: int = 1) -> str:
     """The lines indented by `depth` steps of four spaces and joined; empty lines stay empty."""
@@ -30,6 +32,7 @@ def environment() -> Environment:
         autoescape=False,
     )
     env.filters["indent_lines"] = indent_lines
+    env.globals["erf"] = erf
     return env
 
 

@@ -60,7 +60,7 @@ ULPS: dict[str, Budget | None] = {
         "the addition and the division round once each, and 1 more for a division by reciprocal",
     ),
     "tanh": Budget(2.0, "2 in CUDA's table"),
-    "erf": Budget(2.0, "2 in CUDA's table"),
+    "erf": Budget(1.0, "0.83 measured at every f32 (codegen/erf.py), whatever the hardware's exponential does"),
     "sin": Budget(2.0, "2 in CUDA's table, with its full-range argument reduction"),
     "cos": Budget(2.0, "2 in CUDA's table, with its full-range argument reduction"),
     "pow": Budget(8.0, "4 in CUDA's table; doubled for other libraries"),

@@ -119,6 +119,9 @@ class _Language:
         self.tl.max = lambda x, axis: language._reduce(x, axis, language.tl.maximum)
         self.tl.min = lambda x, axis: language._reduce(x, axis, language.tl.minimum)
         self.tl.cdiv = lambda a, b: (a + b - 1) // b
+        self.tl.inline_asm_elementwise = lambda asm, _constraints, args, **_options: language._elementwise(
+            _INSTRUCTIONS[asm]
+        )(*args)
         self.tl.sigmoid = lambda x: 1 / (1 + language.tl.exp(-x))
         self.extra = SimpleNamespace(
             libdevice=SimpleNamespace(**{n: self._elementwise(f) for n, f in _LIBDEVICE.items()})
@@ -220,10 +223,14 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 
 _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
-    "cos": np.cos, "erf": _erf, "exp2": lambda x: _flushed(np.exp2(x)), "expm1": np.expm1,
-    "fast_expf": lambda x: _flushed(np.exp(x)), "log": np.log, "log1p": np.log1p, "log2": np.log2, "pow": np.power,
-    "rint": np.rint, "sin": np.sin, "tanh": np.tanh, "trunc": np.trunc,
+    "copysign": np.copysign, "cos": np.cos, "erf": _erf, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
+    "log2": np.log2, "pow": np.power, "rint": np.rint, "sin": np.sin, "tanh": np.tanh, "trunc": np.trunc,
 }  # fmt: skip
+
+# By the text of `tl.inline_asm_elementwise`.
+_INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "ex2.approx.ftz.f32 $0, $1;": lambda x: _flushed(np.exp2(x)),
+}
 
 
 # ---- the numpy builder ---------------------------------------------------------------------------------------------
@@ -303,6 +310,11 @@ def _builder() -> Any:
                 # Triton's types have no sign in the IR: it is the cast that says how a value widens.
                 data = data.view(np.dtype(f"u{data.dtype.itemsize}"))
             return self.cast_impl(TensorHandle(data, src.dtype), dst_type)
+
+        def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+            # Rounded once: the product of two f32 is exact in f64. Of two f64 it is not.
+            exact = x.data.astype(np.float64) * y.data + z.data
+            return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
         def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:
             return self.binary_op(lhs, rhs, np.fmax)

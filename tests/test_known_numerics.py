@@ -12,6 +12,7 @@ from autograd_kit import randn, worst
 
 import kgen
 from kgen import ops
+from kgen.codegen.erf import SPLIT
 from kgen.codegen.ulps import ULPS
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -355,6 +356,30 @@ def test_rsqrt_in_every_binade(backend: str, device: str) -> None:
     off = (kgen.loads(text).f(x, backend=backend).double() - exact).abs()
     ulp = torch.exp2(torch.floor(torch.log2(exact)) - 23)
     assert (off / ulp).max() <= budget.at(x, x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_erf_in_every_binade(backend: str, device: str) -> None:
+    if device == "cuda" and backend == "reference":
+        pytest.skip("the reference is what it is on a CPU")
+    f = kgen.loads("kernel f(x: f32[N]) -> (y: f32[N]):\n    parallel n in N\n    y[n] = erf(x[n])\n").f
+    budget = ULPS["erf"]
+    assert budget is not None
+    count = 64 if device == "cpu" else 4096
+    generator = torch.Generator().manual_seed(0)
+    binades = torch.ldexp(1.0 + torch.rand(276, count, generator=generator), torch.arange(-148, 128)[:, None]).flatten()
+    middle = 5.0 * torch.rand(400 * count, generator=generator)
+    # About the place where one polynomial ends and the other begins.
+    border = torch.tensor(SPLIT).view(torch.int32) + torch.arange(-512, 512, dtype=torch.int32)
+    x = torch.cat((binades.clamp(max=torch.finfo(torch.float32).max), middle, border.view(torch.float32))).to(device)
+    exact = x.double().erf()
+    y = f(x, backend=backend)
+    assert ((y.double() - exact).abs() <= budget.at(x, x) * (2.0**-23 * exact + 2.0**-149)).all()
+    assert (y[x > 4.0] == 1.0).all() and (y <= 1.0).all()
+    assert torch.equal(f(-x, backend=backend).view(torch.int32), (-y).view(torch.int32))
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], device=device)
+    y = f(special, backend=backend)
+    assert torch.equal(y[:4].view(torch.int32), special.clamp(-1.0, 1.0)[:4].view(torch.int32)) and y[4].isnan()
 
 
 # ---- cross entropy ---------------------------------------------------------------------------------------------------

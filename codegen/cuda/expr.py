@@ -130,6 +130,8 @@ def _op(e: ir.Op, args: tuple[CExpr, ...], at: Place) -> CExpr:
             return exponential(args[0], e.dtype, at)
         case "exp2":
             return call("exp2" if double else at.helper("exp2_approx"), type, *args)
+        case "erf" if not double:
+            return call(at.helper("erf_f32"), type, *args)
         case "sigmoid":
             at.helper(f"sigmoid_{e.dtype.name}")
             return call("sigmoid", type, *args)

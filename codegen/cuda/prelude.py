@@ -25,6 +25,7 @@ _CALLS = {
     "cvt_bf16_f64": ("cvt_bf16_f32",),
     "exp_approx": ("exp2_approx",),
     "sigmoid_f32": ("exp_approx",),
+    "erf_f32": ("exp2_approx",),
     "cluster_wait": ("cluster_arrive",),
 }
 

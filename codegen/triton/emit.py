@@ -405,16 +405,15 @@ class _Emitter:
     def program(self) -> Program:
         body = self.body()
         code = "\n".join(line.text for line in body)
-        words = set(_WORD.findall(_without_comments(code)))
-        helpers = [h for h in HELPERS if h in words]
-        macros = environment().get_template("triton/helpers.py.j2").module
+        helpers = _helpers(code)
+        words = set(_WORD.findall("\n".join((_without_comments(code), *helpers))))
         entry = self.entry
         runtime = [self._identifier(a) for a in self.args if a.kind != "tensor"]
         source = render(
             "triton/kernel.py.j2",
             about=self._about(),
             libdevice="libdevice" in words,
-            helpers=[getattr(macros, f"helper{h}")() for h in helpers],
+            helpers=helpers,
             unspecialized=runtime,
             entry=entry,
             parameters=[self._parameter(a) for a in self.args],
@@ -482,6 +481,18 @@ def _used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:
             if d.note:
                 kept.append(f"# {d.note}")
     return kept[::-1]
+
+
+def _helpers(code: str) -> list[str]:
+    """The texts of the helpers that `code` calls, directly or through one another, in order."""
+    macros = environment().get_template("triton/helpers.py.j2").module
+    words = set(_WORD.findall(_without_comments(code)))
+    texts: list[str] = []
+    for name in reversed(HELPERS):
+        if name in words:
+            texts.append(getattr(macros, f"helper{name}")())
+            words |= set(_WORD.findall(texts[-1]))
+    return texts[::-1]
 
 
 def _without_comments(code: str) -> str:

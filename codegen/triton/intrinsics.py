@@ -1,9 +1,10 @@
 """Scalar functions: how is each one spelled in Triton, such that it keeps the numerics contract?
 
 f32 division and square root are the IEEE ones (`tl.div_rn`, `tl.sqrt_rn`; `/` and `tl.sqrt` are approximate for f32 and
-exact for f64). The f32 exponentials are libdevice's short ones: the hardware's instruction, which flushes subnormal
-results to 0; `tl.exp` spends three more on those. `tl.rsqrt` is the hardware's; other transcendental functions are
-libdevice's. Integer `//` and `%` floor. Everything here takes operands that are already broadcast against each other.
+exact for f64). The f32 exponentials are the hardware's instruction, which flushes subnormal results to 0; `tl.exp` and
+libdevice's spend three more on those. `tl.rsqrt` is the hardware's, `erf` of f32 is ours (`kgen.codegen.erf`); other
+transcendental functions are libdevice's. Integer `//` and `%` floor. Everything here takes operands that are already
+broadcast against each other.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ _TL = {"exp": "tl.exp", "exp2": "tl.exp2", "rsqrt": "tl.rsqrt", "abs": "tl.abs",
 _LIBDEVICE = {"expm1": "expm1", "log": "log", "log2": "log2", "log1p": "log1p", "tanh": "tanh", "erf": "erf",
               "sin": "sin", "cos": "cos", "pow": "pow", "round": "rint", "trunc": "trunc"}  # fmt: skip
 
-_FLUSHING = {"exp": "fast_expf", "exp2": "exp2"}
-
-# Functions of `templates/triton/helpers.py.j2`.
+# Functions of `templates/triton/helpers.py.j2`; the second ones in f32 alone.
 _HELPER = {"floordiv": "_floordiv", "mod": "_mod", "sign": "_sign"}
+_HELPER_F32 = {"exp": "_exp", "exp2": "_exp2", "erf": "_erf"}
 
 
 def typed(value: float | int | bool, dtype: DType) -> Text:
@@ -68,8 +68,8 @@ def spell(fn: str, args: list[Text], dtype: DType, operand: DType) -> Text:
         return binary("!=", args[0], args[0])
     if fn == "isinf":
         return binary("==", call("tl.abs", args[0]), literal(float("inf")))
-    if fn in _FLUSHING and dtype == F32:
-        return call(f"libdevice.{_FLUSHING[fn]}", *args)
+    if fn in _HELPER_F32 and dtype == F32:
+        return call(_HELPER_F32[fn], *args)
     if fn in _TL:
         return call(_TL[fn], *args)
     if fn in _LIBDEVICE:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import builtins
 import keyword
 
-# The helpers of `templates/triton/helpers.py.j2`, in the order in which a file has them.
-HELPERS = ("_maximum", "_minimum", "_prod", "_argmax", "_argmin", "_floordiv", "_mod", "_sign")
+# The helpers of `templates/triton/helpers.py.j2`, in the order in which a file has them: behind those that they call.
+HELPERS = ("_maximum", "_minimum", "_prod", "_argmax", "_argmin", "_floordiv", "_mod", "_sign", "_exp2", "_exp", "_erf")
 
 # Python keywords and builtins too: Triton resolves a call to `range`, `float`, ... by name.
 RESERVED: frozenset[str] = frozenset(
