@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kgen.codegen.layout import vector_limit
+from kgen.codegen.origins import position
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
@@ -83,7 +84,7 @@ def written(kernel: ir.Kernel, variant: Variant, backend: str) -> Knobs | None:
             _HOLDS[c.op](c.left.evaluate(known), c.right.evaluate(known)) for c in rule.when
         ):
             chunks = tuple((a, kernel.axis(a).extent.evaluate(known) if n is None else n) for a, n in rule.chunks)
-            return Knobs(**dict(rule.sizes), chunks=chunks, by=f"the schedule at {rule.span}")
+            return Knobs(**dict(rule.sizes), chunks=chunks, by=f"the schedule at {position(rule.span)}")
     return None
 
 

@@ -77,7 +77,7 @@ def normalise_newlines(text: str) -> str:
 def normalised(source: SourceFile) -> SourceFile:
     """`source` with `normalise_newlines` applied; positions count in the result."""
     text = normalise_newlines(source.text)
-    return source if text == source.text else SourceFile(source.path, text)
+    return source if text == source.text else SourceFile(source.path, text, source.derived)
 
 
 def token_span(source: SourceFile, token: Token) -> Span:

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One `.kdsl` text. `path` is what messages show; it need not exist on disk."""
+    """One `.kdsl` text. `path` is what messages show; it need not exist on disk.
+
+    `derived` is "" for what a user wrote; else what the kernel in the text is to the one it is derived from, `training`
+    or `backward`, and comments above its statements name the lines that they come from (`kgen.codegen.origins`).
+    """
 
     path: str
     text: str
+    derived: str = ""
     lines: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

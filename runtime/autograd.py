@@ -133,8 +133,8 @@ def exact_text(value: Any) -> str:
 
 def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -> Training:
     # Only needed where gradients are.
+    from kgen.codegen.derive.pair import module_of
     from kgen.codegen.derive.written import gradients_of
-    from kgen.dsl.parser import parse_text
     from kgen.runtime.kernel import Kernel as Made  # which imports this module
 
     params = kernel.signature.params
@@ -142,11 +142,11 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -
     names = frozenset(params[i].name for i in wanted)
     derived = gradients_of(kernel.module, specialized, names)
     # The training form has the kernel's own name: a mistake in a call is told in the user's words.
-    module = parse_text(derived.forward_text, f"{derived.forward.name}.kdsl")
+    module = module_of(derived.forward)
     renamed = tuple(replace(k, name=kernel.name) for k in module.kernels)
     forward = Made(replace(module, kernels=renamed), kernel.name)
     forward.recorded = True
-    backward = Made(parse_text(derived.backward_text, f"{derived.backward.name}.kdsl"), derived.backward.name)
+    backward = Made(module_of(derived.backward), derived.backward.name)
     takes = [p for p in backward.signature.params if isinstance(p, TensorParam) and p.name in position]
     saved = tuple(position[p.name] for p in takes)
     places: dict[str, Place] = {p.name: ("saved", k) for k, p in enumerate(takes)}

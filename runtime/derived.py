@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kgen.codegen.derive import Derived, differentiable
+from kgen.codegen.derive.pair import module_of
 from kgen.codegen.derive.written import gradients_of, underivable
 from kgen.dsl import ir
 from kgen.dsl.diagnostics import DslError
-from kgen.dsl.parser import parse_text
 from kgen.runtime.ahead import Choices, Target, target
 from kgen.runtime.build import Job
 
@@ -60,6 +60,6 @@ def gradient_targets(made: Target) -> GradientTargets:
 
 
 def _compiled(kernel: ir.Kernel, made: Target) -> Target:
-    module = parse_text(kernel.span.source.text, f"{kernel.name}.kdsl")
+    module = module_of(kernel)
     (declared,) = module.kernels
     return target(module, declared, Choices(dims=made.layout.dims))

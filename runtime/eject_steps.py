@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kgen.codegen.host import plan, sizing
 from kgen.codegen.names import Names
+from kgen.codegen.origins import cited
 from kgen.codegen.program import Program
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.codegen.triton.reserved import RESERVED
@@ -51,7 +52,7 @@ class KernelFile:
         return f"{self.stem}_triton"
 
 
-Said = list[tuple[str, int] | None]  # the line of the source that the last comment told
+Said = list[str | None]  # the last comment
 
 
 @dataclass
@@ -152,9 +153,10 @@ class Steps:
 
     def _step(self, s: plan.Step, body: Body, said: Said) -> None:
         span = self.origins.get(id(s))
-        if span is not None and (span.source.path, span.line) != said[0]:
-            body.add(f"# {file_name(span)}:{span.line}: {span.source.line(span.line).strip()}")
-            said[0] = (span.source.path, span.line)
+        text = "" if span is None else cited(span)
+        if text and text != said[0]:
+            body.add(f"# {text}")
+            said[0] = text
         match s:
             case plan.Alloc():
                 shape = tuple_text(self.poly(p) for p in s.buffer.shape)
@@ -300,10 +302,6 @@ def flat_steps(steps: Sequence[plan.Step]) -> Iterator[plan.Step]:
 
 def words_of(text: str) -> list[str]:
     return re.findall(r"[A-Za-z_]\w*", text)
-
-
-def file_name(span: Span) -> str:
-    return span.source.path.replace(chr(92), "/").rsplit("/", 1)[-1]
 
 
 # ---- lines of the source -------------------------------------------------------------------------------------------

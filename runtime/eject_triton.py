@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kgen.codegen.names import Names
+from kgen.codegen.origins import file_name
 from kgen.codegen.program import Arg, Program
 from kgen.codegen.templating import render
 from kgen.codegen.torch_dtypes import TORCH
@@ -95,8 +96,8 @@ class HostFunction:
         target, names = self.target, self.names
         head, code = module([p.source for p in self.launches])
         if not head:
-            path = self.kernel.span.source.path.replace(chr(92), "/").rsplit("/", 1)[-1]
-            head = f"# {self.kernel.name} of {path}: {len(self.launches)} launches, which {self.name} makes in order."
+            file = file_name(self.kernel.span)
+            head = f"# {self.kernel.name} of {file}: {len(self.launches)} launches, which {self.name} makes in order."
         tensors = [names[t.name] for t in self.kernel.tensors]
         scalars = [names[s.name] + ("" if s.default is None else f"={literal(s.default)}") for s in self.kernel.scalars]
         several = names.fresh(device_word(target))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kgen.codegen.origins import position
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.source import Span
 from kgen.runtime.foreign_caches import before_cupy
@@ -194,5 +195,5 @@ def _rejected(entry: str, log: str, lines: Sequence[Span | None]) -> str:
         if place and int(place.group(1)) <= len(lines):
             span = lines[int(place.group(1)) - 1]
             if span is not None:
-                out.append(f"  generated from {span}: {span.text.strip()}")
+                out.append(f"  generated from {position(span)}: {span.text.strip()}")
     return "\n".join(out)

@@ -143,7 +143,7 @@ def test_stages_behind_backward_are_of_the_backward() -> None:
     )
     assert "kernel rms_norm_backward" in got["schedule"]
     cuda = data(NORM, "--stage", "backward,cuda", "--dtype", "bf16")["cuda"]
-    assert "rms_norm_backward(" in cuda and "rms_norm_backward.kdsl:" in cuda and "finish" in cuda
+    assert "rms_norm_backward(" in cuda and "rms_norm.kdsl:19, backward: " in cuda and "finish" in cuda
 
 
 def test_stages_behind_training_are_of_the_training_form() -> None:

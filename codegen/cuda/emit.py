@@ -20,6 +20,7 @@ from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
 from kgen.codegen.ladders import REGISTER_FILE
+from kgen.codegen.origins import file_name
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.registers import sum_registers
@@ -259,9 +260,10 @@ class _Emitter:
             tensors = tuple(t for t in tensors if t.name in touched)
         inputs = ", ".join(_signature(t) for t in tensors if t.role != "out")
         outputs = ", ".join(_signature(t) for t in tensors if t.role == "out")
-        path = k.span.source.path.replace(chr(92), "/").rsplit("/", 1)[-1]
         out = [*k.doc.strip().splitlines(), ""] if k.doc.strip() else []
-        out.append(f"{k.name}({inputs})" + (f" -> ({outputs})" if outputs else "") + f", generated from {path}.")
+        out.append(
+            f"{k.name}({inputs})" + (f" -> ({outputs})" if outputs else "") + f", generated from {file_name(k.span)}."
+        )
         threads = f"{s.threads} threads a block"
         if s.cluster > 1:
             threads += f", {s.cluster} blocks a cluster (sm_90 or later)"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kgen.codegen.origins import cited
 from kgen.dsl.dtypes import DType
 from kgen.dsl.source import Span
 
@@ -166,9 +167,8 @@ class Lines:
     def comment(self, span: Span) -> None:
         """Say which source line follows, once for consecutive statements of one line in one block."""
         self.span = span
-        source = f"{span.source.path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{span.line}"
-        text = f"// {source}: {' '.join(span.text.split())}".rstrip("\\ ")
-        if self._said and self._said[-1] == (text, self.depth):
+        text = f"// {cited(span)}"
+        if text == "// " or (self._said and self._said[-1] == (text, self.depth)):
             return
         self._said.append((text, self.depth))
         self.add(text)

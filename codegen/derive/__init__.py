@@ -202,7 +202,7 @@ def _forward(
         over = _over(outputs, kernel.axes)
         body = Lowering(names, {}, reserved).run([*(w for _, _, w in saved), *outputs], over)
     tensors = (*required(kernel.tensors), *(t for _, t, _ in saved))
-    return checked(replace(kernel, name=f"{kernel.name}_forward", doc="", tensors=tensors, body=body))
+    return checked(replace(kernel, name=f"{kernel.name}_forward", doc="", tensors=tensors, body=body), "training")
 
 
 def _backward(

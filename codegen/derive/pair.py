@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from kgen.codegen.derive.codes import DeriveError
 from kgen.codegen.derive.text import to_kdsl
-from kgen.dsl import ir
+from kgen.dsl import ast, ir
 from kgen.dsl.check import Specialization, elaborate
 from kgen.dsl.check.schedules import reached
-from kgen.dsl.diagnostics import DslError
-from kgen.dsl.parser import parse_text
+from kgen.dsl.diagnostics import Diagnostics, DslError
+from kgen.dsl.parser import parse
+from kgen.dsl.source import SourceFile
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def assembled(
         schedules=tuple(r for r in kernel.schedules if {name for name, _ in r.chunks} <= {a.name for a in axes}),
         body=body,
     )
-    return checked(made)
+    return checked(made, "backward")
 
 
 def required(tensors: Iterable[ir.Tensor]) -> list[ir.Tensor]:
@@ -87,15 +88,29 @@ def required(tensors: Iterable[ir.Tensor]) -> list[ir.Tensor]:
     return [replace(t, optional=False) for t in tensors]
 
 
-def checked(kernel: ir.Kernel) -> ir.Kernel:
-    """What the checker makes of the text of `kernel`; its positions point into that text."""
+def checked(kernel: ir.Kernel, role: str) -> ir.Kernel:
+    """What the checker makes of the text of `kernel`, which is the `training` form of a kernel or its `backward`; its
+    positions point into that text."""
     # A rule that was for another dtype is gone, so that one before it may hold wherever another does.
     text = to_kdsl(replace(kernel, schedules=reached(kernel)), comments=True)
     try:
-        return elaborate(parse_text(text, f"{kernel.name}.kdsl"), kernel.name, Specialization({}))
+        module = _parsed(SourceFile(f"{kernel.name}.kdsl", text, role))
+        return elaborate(module, kernel.name, Specialization({}))
     except DslError as failure:
         note = "this is the derived kernel: ask for fewer gradients, or write its backward by hand"
         raise DeriveError([replace(d, notes=(*d.notes, note)) for d in failure.diagnostics]) from None
+
+
+def module_of(kernel: ir.Kernel) -> ast.Module:
+    """The syntax tree of a kernel that `checked` made."""
+    return _parsed(kernel.span.source)
+
+
+def _parsed(source: SourceFile) -> ast.Module:
+    diagnostics = Diagnostics()
+    module = parse(source, diagnostics)
+    diagnostics.raise_if_errors()
+    return module
 
 
 def _with_sizes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kgen.codegen.derive.pair import Derived
 from kgen.codegen.derive.text import number, tensor_text
+from kgen.codegen.origins import without_places
 from kgen.dsl import ir
 from kgen.dsl.check import ScalarParam, Signature
 from kgen.dsl.format import format_source
@@ -29,4 +30,4 @@ def pasted(derived: Derived, kernel: ir.Kernel, signature: Signature) -> str:
     assert derived.backward_text.startswith(old)
     new = f"backward {kernel.name}{'[' + ', '.join(limits) + ']' if limits else ''}("
     new += "".join(f"{tensor_text(t)}, " for t in missing)
-    return format_source(new + derived.backward_text.removeprefix(old))
+    return format_source(new + without_places(derived.backward_text.removeprefix(old)))

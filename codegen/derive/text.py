@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from kgen.codegen.origins import derived_comment, place
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import FloorDiv, Poly, Sym
 from kgen.dsl.builtins import OPERATORS
@@ -12,7 +13,7 @@ from kgen.dsl.dtypes import BOOL, F64, I32, promote
 from kgen.dsl.format import format_source
 from kgen.dsl.knobs import CHUNK, WARP, WHOLE
 from kgen.dsl.printing import docstring_lines, expr_text
-from kgen.dsl.source import NOWHERE, Span
+from kgen.dsl.source import NOWHERE
 
 _SPELLED = {fn: op for op, fn in OPERATORS.items()}
 # Ops whose operands the checker brings to a common dtype.
@@ -22,23 +23,28 @@ _MIXED = frozenset(_SPELLED) - {"and", "or"} | {"maximum", "minimum"}
 def to_kdsl(kernel: ir.Kernel, *, comments: bool = False) -> str:
     """`kernel` as a file of the language: specialised as the IR is, so dtypes are concrete and nothing is optional.
 
-    With `comments`, a line of comment above each group of statements shows the source that their positions name.
+    With `comments`, a line of comment above each group of statements names the line that they come from, and shows it
+    (`kgen.codegen.origins`).
     """
     lines = [f"kernel {kernel.name}({_params(kernel)}) -> ({_outputs(kernel)}):"]
     if kernel.doc:
         lines += docstring_lines(kernel.doc, "    ")
     for r in kernel.requires:
         lines.append(f"    require {_poly_text(r.left)} {r.op} {_poly_text(r.right)}")
-    lines += [f"    {_schedule(rule)}" for rule in kernel.schedules]
+    for rule in kernel.schedules:
+        statement = _schedule(rule)
+        lines += [f"    {derived_comment(rule.span, statement)}"] if comments else []
+        lines.append(f"    {statement}")
     lines += [
         f"    {kind} {', '.join(f'{a.name} in {_poly_text(a.extent)}' for a in group)}"
         for kind, group in _grouped(kernel.axes)
     ]
     last = ""
     for s in kernel.body:
-        origin, statement = _origin(s.span), _statement(s)
-        if comments and origin not in ("", last, statement):
-            lines.append(f"    # {origin}")
+        origin, statement = place(s.span), _statement(s)
+        comment = derived_comment(s.span, statement)
+        if comments and comment and origin != last:
+            lines.append(f"    {comment}")
         last = origin
         lines.append("    " + statement)
     return format_source("\n".join(lines) + "\n")
@@ -51,12 +57,6 @@ def _schedule(rule: ir.ScheduleRule) -> str:
     settings = [f"warps = {n // WARP}" if k == "threads" and triton else f"{k} = {n}" for k, n in rule.sizes]
     settings += [f"{CHUNK}[{axis}] = {WHOLE if n is None else n}" for axis, n in rule.chunks]
     return f"schedule {rule.backend}{f' when {when}' if when else ''}: {', '.join(settings)}"
-
-
-def _origin(span: Span) -> str:
-    """The source line of a position, without its comment."""
-    line = span.source.line(span.line)
-    return line.split("#")[0].strip()
 
 
 def _grouped(axes: Iterable[ir.Axis]) -> list[tuple[str, list[ir.Axis]]]:

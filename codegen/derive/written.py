@@ -140,4 +140,4 @@ def _training_form(kernel: ir.Kernel, residuals: list[Residual]) -> ir.Kernel:
             value = ir.Ref(s.name, s.value.dtype, s.value.axes, s.span)
             body.append(ir.Store(name, tuple(map(Poly.sym, indices)), value, s.span))
     named = replace(kernel, name=f"{kernel.name}_forward", doc="", tensors=(*required(kernel.tensors), *tensors))
-    return checked(replace(named, body=tuple(body)))
+    return checked(replace(named, body=tuple(body)), "training")

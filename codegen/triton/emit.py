@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import PurePath
 
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
+from kgen.codegen.origins import cited, file_name
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Sums
 from kgen.codegen.templating import environment, render
@@ -83,7 +83,7 @@ class _Emitter:
         self.stored: set[str] = set()
         self.sums: dict[tuple[str, tuple[Poly, ...]], PartialSum] = {}  # by target
         self.shared_loads = self._shared_loads()
-        self.said: tuple[str, int] | None = None
+        self.said: str | None = None
 
     # -- names ---------------------------------------------------------------------------------------------------
     def _spelling(self, name: str) -> str:
@@ -372,12 +372,11 @@ class _Emitter:
 
     def _comment(self, span: Span) -> list[_Line]:
         """The source line, unless the statement before came from the same one."""
-        place = (span.source.path, span.line)
-        text = _printable(span.source.line(span.line).strip())
-        if place == self.said or not text:
+        text = cited(span)
+        if text == self.said or not text:
             return []
-        self.said = place
-        return [_Line(f"# {_file_name(span)}:{span.line}: {text}", span)]
+        self.said = text
+        return [_Line(f"# {text}", span)]
 
     def _shared_loads(self) -> dict[str, set[str]]:
         """By in-place tensor: its loads, by name, of elements that other threads may overwrite."""
@@ -433,7 +432,7 @@ class _Emitter:
         """Comment lines: what the file computes, what it was compiled for and how to launch it."""
         kernel, variant = self.kernel, self.variant
         doc = [_printable(line) for line in kernel.doc.strip().split("\n")[:1] if line]
-        file = _file_name(kernel.span)
+        file = file_name(kernel.span)
         facts = [f"{k} = {v}" for k, v in kernel.dtypes] + [f"{k} = {v}" for k, v in (*kernel.consts, *variant.dims)]
         out = [f"{kernel.name} of {file}: {doc[0]}" if doc else f"{kernel.name} of {file}"]
         if facts:
@@ -503,7 +502,3 @@ def _without_comments(code: str) -> str:
 def _printable(text: str) -> str:
     """One line of text that cannot end a comment."""
     return "".join(c if c.isprintable() else " " for c in text).rstrip()
-
-
-def _file_name(span: Span) -> str:
-    return _printable(PurePath(span.source.path).name)
