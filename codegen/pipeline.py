@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
@@ -14,7 +16,7 @@ from kgen.codegen.normalize import normalize, required_dims
 from kgen.codegen.online import paired, steps_of
 from kgen.codegen.overwrite import barriers
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
-from kgen.codegen.sums import Stage, spill_looped, stages
+from kgen.codegen.sums import Stage, ahead_of_rows, spill_looped, stages, stages_by_elements
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.garbage import collected_later
@@ -68,6 +70,11 @@ class Prepared:
     variant: Variant
     stages: tuple[Stage, ...]
 
+    @cached_property
+    def by_elements(self) -> tuple[Stage, ...] | None:
+        """The stages where no program holds a row, if there are such."""
+        return stages_by_elements(self.kernel, self.variant)
+
 
 def prepare(kernel: ir.Kernel, variant: Variant) -> Prepared:
     """`kernel` before a schedule for `variant`. Raises `ScheduleError` where the size of a tile is not known."""
@@ -91,27 +98,47 @@ def schedule_prepared(
     capability: int = CAPABILITY,
 ) -> Scheduled:
     """As `schedule_kernel`, of what `prepare` gave, whatever the kernel's source sets."""
-    first, *then = prepared.stages
     if override is not None:
-        check(first.kernel, backend, override)
+        check(prepared.stages[0].kernel, backend, override)
 
-    def scheduled(stage: Stage) -> Scheduled:
+    def scheduled(stage: Stage, several: bool, own: Knobs | None) -> Scheduled:
         # A schedule from outside is for the kernel's own loop: for every stage that makes partial sums, not for those
         # that add them up.
-        own = stage.sums is None or stage.sums.split is not None
-        return _scheduled(
-            stage, backend, num_sms, rows_hint, knobs if own else None, override if own else None, capability
+        ends = stage.sums is not None and stage.sums.split is None
+        out = _scheduled(
+            stage, backend, num_sms, rows_hint, None if ends else own, None if ends else override, capability
         )
+        return replace(out, staged=several)
 
-    out = scheduled(first)
-    # Sums of a chunk would be read and written for every row. Where nobody asked for chunks, what the rows are made of
-    # is rather read twice.
-    if out.sums is not None and out.sums.zeroed and override is None and (knobs is None or not knobs.chunks):
-        cut = stages(prepared.kernel, prepared.variant, apart=True)
-        if cut[-1].sums is None:
-            first, *then = cut
-            out = scheduled(first)
-    return replace(out, then=tuple(map(scheduled, then)))
+    def launches(cut: tuple[Stage, ...], first: Scheduled | None, own: Sequence[Knobs | None]) -> Scheduled:
+        made = [first] if first is not None else []
+        made += [scheduled(s, len(cut) > 1, k) for s, k in zip(cut[len(made) :], own[len(made) :], strict=True)]
+        return replace(made[0], then=tuple(made[1:]))
+
+    cut = prepared.stages
+    out = scheduled(cut[0], len(cut) > 1, knobs)
+    if override is None and sums_in_memory(out) and (knobs is None or not _of_rows(knobs)):
+        others = prepared.by_elements
+        if others is not None:
+            return launches(others, None, [None if knobs is None else _fitting(knobs, s) for s in others])
+    return launches(cut, out, [knobs] * len(cut))
+
+
+def sums_in_memory(s: Scheduled) -> bool:
+    """Whether sums of a chunk are read and written for every row: what the rows are made of is rather read twice."""
+    return s.sums is not None and bool(s.sums.zeroed)
+
+
+def _of_rows(knobs: Knobs) -> bool:
+    """Whether `knobs` say how a program holds its rows."""
+    return bool(knobs.chunks) or knobs.rows is not None or knobs.cluster is not None
+
+
+def _fitting(knobs: Knobs, stage: Stage) -> Knobs:
+    """Those of `knobs` that there are for a stage of a kernel whose rows no program holds."""
+    if stage.sums is None:
+        return replace(knobs, blocks=None)
+    return replace(knobs, ahead=None)
 
 
 def _scheduled(
@@ -148,7 +175,7 @@ def _scheduled(
         if not schedule.programs:
             schedule = replace(schedule, programs=max(1, num_sms * blocks // schedule.cluster))
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks, multiprocessors=num_sms), schedule)
-        steps = steps_of(kernel, schedule)
+        steps = ahead_of_rows(kernel, sums, steps_of(kernel, schedule))
     refuse_oversize(kernel, variant, backend, schedule, steps)
     steps = alternated(kernel, steps)
     if leaves is not None:

@@ -34,11 +34,11 @@ class Arg:
 @dataclass(frozen=True)
 class Stage:
     """What the launches of a kernel with sums over programs know beside their source: the stage's own kernel, whose
-    last tensors are the workspaces, its variant, and how the sums are spread."""
+    last tensors are the workspaces, its variant, and how the sums are spread (None for one that makes none)."""
 
     kernel: ir.Kernel
     variant: Variant
-    sums: Sums
+    sums: Sums | None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Program:
     schedule: Schedule
     shared_bytes: int
     lines: tuple[Span | None, ...]
-    stage: Stage | None = None  # for a sum over programs; None for a launch that makes none, also behind such sums
+    stage: Stage | None = None  # of a kernel with sums over programs, which is several launches; else None
     then: tuple[Program, ...] = ()  # launched behind this one, on the same stream
 
     @property

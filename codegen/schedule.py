@@ -69,6 +69,7 @@ class Sums:
     zeroed: workspaces that must be zero before the launch.
     blocks: programs that a multiprocessor is to hold at a time (of a cluster: CTAs). multiprocessors: those of the
         device that the number of programs was chosen for.
+    down: with `columns`, the points of `over` are taken, and added up, from the last to the first.
     """
 
     over: tuple[str, ...]
@@ -78,6 +79,7 @@ class Sums:
     zeroed: tuple[str, ...] = ()
     blocks: int = 1
     multiprocessors: int = 0
+    down: bool = False
 
     def row_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
         """The parallel indices that the row index flattens."""
@@ -116,9 +118,11 @@ class Finish(ir.Reduce):
 
 @dataclass(frozen=True)
 class Straight:
-    """Statements without a looped axis, executed once."""
+    """Statements without a looped axis, executed once for each row of a program; where they are the same in all rows of
+    a sum over programs, `once` in front of its loop over them."""
 
     body: tuple[ir.Stmt, ...]
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,8 +169,9 @@ class Scheduled:
     # Loads of elements that other threads of the program overwrite, by name: the emitters put a barrier between them
     # and the first store to their tensor.
     barriers: frozenset[str] = frozenset()
-    # How sums over programs are spread, and the stages to launch behind this one.
+    # How sums over programs are spread, whether it is one of several launches, and those behind this one.
     sums: Sums | None = None
+    staged: bool = False
     then: tuple[Scheduled, ...] = ()
 
     @property

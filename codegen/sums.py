@@ -11,14 +11,16 @@ store. Sums that keep different parallel indices go to stages of their own, each
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import gcd
 
 from kgen.codegen.layout import VECTOR_BYTES, contiguous, divisor
 from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.normalize import normalize
-from kgen.codegen.phases import below
-from kgen.codegen.schedule import Schedule, ScheduleError, Sums
+from kgen.codegen.phases import refs
+from kgen.codegen.schedule import Schedule, ScheduleError, Step, Straight, Sums
+from kgen.codegen.separate import separated
 from kgen.codegen.variant import TensorClass, Variant
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -42,56 +44,44 @@ def has_sums(kernel: ir.Kernel) -> bool:
     return any(isinstance(s, ir.Accumulate) for s in kernel.body)
 
 
-def stages(kernel: ir.Kernel, variant: Variant, *, apart: bool = False) -> tuple[Stage, ...]:
-    """The stages of `kernel`, which is in normal form, in order of launch. `apart`: sums that no reduction takes part
-    in are made by stages of their own, column by column, and the rows by another; what both need is read twice."""
-    # With nothing to sum over, `+=` is a store.
-    plain = replace(
-        kernel, body=tuple(_stored(s) if isinstance(s, ir.Accumulate) and not s.over else s for s in kernel.body)
-    )
+def stages(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...]:
+    """The stages of `kernel`, which is in normal form, in order of launch."""
+    plain = _plain(kernel)
     if not has_sums(plain):
         return (Stage(plain, variant, None),)
     groups: dict[frozenset[str], list[ir.Accumulate]] = {}
     for s in plain.body:
         if isinstance(s, ir.Accumulate):
             groups.setdefault(frozenset(s.over), []).append(s)
-    if apart and separable(plain):
-        cut = _Cut(_flat(plain), variant)
-        for group in groups.values():
-            cut.partial(group, stores=False)
-        first, *rest = cut.stages()
-        body = tuple(s for s in plain.body if not isinstance(s, ir.Accumulate))
-        touched = {s.tensor for s in body if isinstance(s, ir.Store)}
-        touched |= {e.tensor for s in body for e in ir.walk(s.value) if isinstance(e, ir.Load)}
-        tensors = tuple(t for t in plain.tensors if t.name in touched)
-        rows = replace(plain, name=fresh(f"{kernel.name}_rows", cut.taken), tensors=tensors, body=body)
-        stored = any(isinstance(s, ir.Store) for s in body)
-        return (first, *rest, *([Stage(normalize(rows, variant), variant, None)] if stored else []))
     cut = _Cut(plain, variant)
     for i, group in enumerate(groups.values()):
         # Stores come last: an `inout` tensor is read by every stage before one overwrites it.
-        cut.partial(group, stores=i == len(groups) - 1)
+        cut.partial(plain, group, stores=i == len(groups) - 1)
     return cut.stages()
 
 
-def separable(kernel: ir.Kernel) -> bool:
-    """Whether every sum of `kernel` can be made column by column: of each element of its target from what has the same
-    tile indices, without a reduction along them."""
-    lets = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let)}
-    tiles = frozenset(a.name for a in kernel.tiles)
-    for s in kernel.body:
-        if not isinstance(s, ir.Accumulate):
-            continue
-        kept = frozenset[str]().union(*(p.symbols for p in s.at)) & tiles
-        values = [lets[n] for n in below(s.value, lets)]
-        if kept != tiles or any(isinstance(e, ir.Reduce) or e.axes & tiles - kept for e in values):
-            return False
-    return True
+def stages_by_elements(kernel: ir.Kernel, variant: Variant) -> tuple[Stage, ...] | None:
+    """The stages of `kernel`, which is in normal form and has sums, where no program holds a row: first what is reduced
+    along the rows, then stores and sums element by element. None where it cannot be cut so."""
+    plain = _plain(kernel)
+    cut = _Cut(plain, variant)
+    found = separated(plain, cut.fresh)
+    if found is None:
+        return None
+    if found.rows is not None:
+        cut.rows(found.rows, found.values)
+    for i, part in enumerate(found.parts):
+        # What the kernel over rows has read last is still in L2.
+        down = i == 0 and found.rows is not None
+        cut.partial(part, [s for s in part.body if isinstance(s, ir.Accumulate)], stores=True, down=down)
+    return cut.stages()
 
 
-def _flat(kernel: ir.Kernel) -> ir.Kernel:
-    """`kernel` with its tile indices spread over programs."""
-    return replace(kernel, axes=tuple(replace(a, kind="parallel") for a in kernel.axes))
+def _plain(kernel: ir.Kernel) -> ir.Kernel:
+    """`kernel` with a store for each `+=` that has nothing to sum over."""
+    return replace(
+        kernel, body=tuple(_stored(s) if isinstance(s, ir.Accumulate) and not s.over else s for s in kernel.body)
+    )
 
 
 def _stored(s: ir.Accumulate) -> ir.Store:
@@ -108,7 +98,7 @@ class _Cut:
         self.dims: list[str] = []
         self.workspaces: list[ir.Tensor] = []
         self.classes: list[tuple[str, TensorClass]] = []
-        self.partials: list[tuple[ir.Kernel, Sums]] = []
+        self.partials: list[tuple[ir.Kernel, Sums | None]] = []
         self.finishes: list[tuple[ir.Kernel, Sums]] = []
 
     def stages(self) -> tuple[Stage, ...]:
@@ -122,24 +112,30 @@ class _Cut:
             out.append(Stage(normalize(whole, variant), variant, sums))
         return tuple(out)
 
-    def partial(self, group: list[ir.Accumulate], stores: bool) -> None:
-        """The stage that makes the partial sums of `group` (and the kernel's stores), and those that finish them."""
-        kernel = self.kernel
-        split, dim = self._fresh("split"), self._fresh("SPLITS")
+    def rows(self, kernel: ir.Kernel, values: Iterable[ir.Tensor]) -> None:
+        """The first stage, without sums, which stores `values`, contiguous tensors with a number a row."""
+        for t in values:
+            self._add_workspace(t, t.shape[-1])
+        self.partials.append((kernel, None))
+
+    def partial(self, kernel: ir.Kernel, group: list[ir.Accumulate], stores: bool, down: bool = False) -> None:
+        """The stage that makes the partial sums of `group`, some of those of `kernel` (and its stores), and those that
+        finish them. `down`: from the last of the summed points to the first, where it takes one after the other."""
+        split, dim = self.fresh("split"), self.fresh("SPLITS")
         self.dims.append(dim)
         span = group[0].span
         axis = ir.Axis(split, Poly.sym(dim), "parallel", span)
         over = frozenset(group[0].over)
         kept = tuple(a for a in kernel.parallel if a.name not in over)
         summed = tuple(a for a in kernel.parallel if a.name in over)
-        columns = not kernel.tiles and bool(kept) and self._along_columns(kept[-1].name, summed[-1].name)
+        columns = not kernel.tiles and bool(kept) and self._along_columns(kernel, kept[-1].name, summed[-1].name)
         body: list[ir.Stmt] = []
         ends: dict[tuple[str, ...], list[ir.Accumulate]] = {}
         for s in kernel.body:
             if isinstance(s, ir.Accumulate) and any(s is g for g in group):
                 if s.value.dtype == BOOL:  # true if any is: counted
                     s = replace(s, value=ir.Cast(I64, s.value, I64, s.value.axes, s.span))
-                rest = self._elements(s)
+                rest = _elements(kernel, s)
                 workspace = self._workspace(s, dim, (*kept, *rest))
                 at = tuple(Poly.sym(a) for a in (split, *(a.name for a in (*kept, *rest))))
                 body.append(replace(s, tensor=workspace.name, at=at))
@@ -150,8 +146,11 @@ class _Cut:
                 body.append(s)
         tiles = kernel.tiles
         parallel = (*summed, axis, *kept) if columns else (*kept, axis, *summed)
-        name = kernel.name if not self.partials else self._fresh(f"{kernel.name}_{len(self.partials) + 1}")
-        sums = Sums(tuple(a.name for a in summed), split, dim, columns)
+        name = kernel.name
+        if self.partials:
+            what = "elements" if self.partials[0][1] is None else str(len(self.partials) + 1)
+            name = self.fresh(f"{kernel.name}_{what}")
+        sums = Sums(tuple(a.name for a in summed), split, dim, columns, down=down and columns)
         self.partials.append((replace(kernel, name=name, axes=(*parallel, *tiles), body=tuple(body)), sums))
         for rest_names, statements in ends.items():
             rest = tuple(replace(a, kind="parallel") for a in tiles if a.name in rest_names)
@@ -166,16 +165,16 @@ class _Cut:
         if width > 1:
             # Blocks of columns, so that the threads of a program share out the rows of the workspace too.
             last = elements[-1]
-            block = ir.Axis(self._fresh(f"{last.name}_block"), last.extent.floordiv(width), "parallel", last.span)
-            lane = ir.Axis(self._fresh(f"{last.name}_lane"), Poly.const(width), "tile", last.span)
+            block = ir.Axis(self.fresh(f"{last.name}_block"), last.extent.floordiv(width), "parallel", last.span)
+            lane = ir.Axis(self.fresh(f"{last.name}_lane"), Poly.const(width), "tile", last.span)
             index = Poly.sym(block.name) * Poly.const(width) + Poly.sym(lane.name)
             statements = [_substituted(s, last.name, index, frozenset((block.name, lane.name))) for s in statements]
             axes, columns = (*elements[:-1], block, split, lane), False
         for s in statements:
-            share = self._fresh(f"{s.tensor}_share")
+            share = self.fresh(f"{s.tensor}_share")
             body.append(ir.Let(share, s.value, s.span))
             body.append(replace(s, value=ir.Ref(share, s.value.dtype, s.value.axes, s.span)))
-        name = self._fresh(f"{self.kernel.name}_finish")
+        name = self.fresh(f"{self.kernel.name}_finish")
         finish = replace(self.kernel, name=name, doc="", axes=axes, body=tuple(body))
         self.finishes.append((finish, Sums((split.name,), None, dim, columns)))
 
@@ -185,35 +184,41 @@ class _Cut:
         proved = gcd(extent.constant, WARP) if extent.is_constant else divisor(extent, self.variant)
         return proved if proved >= SECTOR_FLOATS else 1
 
-    def _elements(self, s: ir.Accumulate) -> tuple[ir.Axis, ...]:
-        """The tile indices of a target."""
-        names = frozenset[str]().union(*(p.symbols for p in s.at))
-        return tuple(a for a in self.kernel.tiles if a.name in names)
-
     def _workspace(self, s: ir.Accumulate, dim: str, axes: tuple[ir.Axis, ...]) -> ir.Tensor:
         dtype = s.value.dtype
-        name = self._fresh(f"{s.tensor}_partial")
+        name = self.fresh(f"{s.tensor}_partial")
         shape = (Poly.sym(dim), *(a.extent for a in axes))
         tensor = ir.Tensor(name, dtype, shape, "out", False, False, s.span)
-        self.workspaces.append(tensor)
-        # Contiguous: every stride is a multiple of the innermost extent.
-        proved = divisor(axes[-1].extent, self.variant) * dtype.itemsize if axes else VECTOR_BYTES
-        self.classes.append((name, TensorClass(True, min(VECTOR_BYTES, proved))))
+        self._add_workspace(tensor, axes[-1].extent if axes else None)
         return tensor
 
-    def _along_columns(self, kept: str, summed: str) -> bool:
-        """Whether memory is contiguous along `kept` rather than along `summed`, for most bytes of a flat kernel."""
+    def _add_workspace(self, tensor: ir.Tensor, innermost: Poly | None) -> None:
+        """Count in a contiguous tensor, whose strides are multiples of the extent `innermost`."""
+        self.workspaces.append(tensor)
+        proved = VECTOR_BYTES if innermost is None else divisor(innermost, self.variant) * tensor.dtype.itemsize
+        self.classes.append((tensor.name, TensorClass(True, min(VECTOR_BYTES, proved))))
+
+    def _along_columns(self, kernel: ir.Kernel, kept: str, summed: str) -> bool:
+        """Whether memory is contiguous along `kept` rather than along `summed`, for most bytes of a flat kernel that
+        have both indices."""
         weight = 0
-        for s in self.kernel.body:
-            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load):
-                t = self.kernel.tensor(s.value.tensor)
+        for s in kernel.body:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and {kept, summed} <= s.value.axes:
+                t = kernel.tensor(s.value.tensor)
                 for axis, sign in ((kept, 1), (summed, -1)):
-                    if axis in s.value.axes and contiguous(t, s.value.at, axis, self.variant):
+                    if contiguous(t, s.value.at, axis, self.variant):
                         weight += sign * t.dtype.itemsize
         return weight >= 0
 
-    def _fresh(self, name: str) -> str:
+    def fresh(self, name: str) -> str:
+        """A name that no tensor, index, dimension or stage has."""
         return fresh(name, self.taken)
+
+
+def _elements(kernel: ir.Kernel, s: ir.Accumulate) -> tuple[ir.Axis, ...]:
+    """The tile indices of a target."""
+    names = frozenset[str]().union(*(p.symbols for p in s.at))
+    return tuple(a for a in kernel.tiles if a.name in names)
 
 
 def _substituted(s: ir.Accumulate, name: str, index: Poly, axes: frozenset[str]) -> ir.Accumulate:
@@ -260,6 +265,27 @@ def spill_looped(kernel: ir.Kernel, sums: Sums, schedule: Schedule) -> tuple[ir.
         return kernel, sums
     tensors = tuple(replace(t, role="inout") if t.name in zeroed else t for t in kernel.tensors)
     return replace(kernel, tensors=tensors, body=(*loads, *body)), replace(sums, zeroed=tuple(zeroed))
+
+
+# ---- what is the same in all rows ----------------------------------------------------------------------------------
+
+
+def ahead_of_rows(kernel: ir.Kernel, sums: Sums, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """`steps` of column sums, with what does not depend on the summed points, such as weights, in front of them: a
+    thread has few columns, and holds it. Compilers would load it again beside stores."""
+    if not sums.columns:
+        return steps
+    stored = {s.tensor for s in kernel.body if isinstance(s, ir.Store)}
+    early: dict[str, ir.Stmt] = {}
+    for s in kernel.body:
+        if not isinstance(s, ir.Let) or s.value.axes & {*sums.over} or not refs(s.value) <= early.keys():
+            continue
+        if not any(isinstance(e, ir.Load) and e.tensor in stored for e in ir.walk(s.value)):
+            early[s.name] = s
+    if not early:
+        return steps
+    rest = (replace(step, body=tuple(s for s in step.body if s not in early.values())) for step in steps)
+    return (Straight(tuple(early.values()), once=True), *(step for step in rest if step.body))
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -99,6 +99,9 @@ class _Counter:
             # The index of the share is not looped over: it says which points are taken.
             self.rows = prod(self.extents[a] for a in self.parallel if a != sums.split or sums.split in sums.over)
         self.held = held(self.kernel, scheduled.schedule)
+        # Of column sums: the indices that its loop runs over, and those of its columns.
+        self.over = frozenset(sums.over) if sums is not None and sums.columns else frozenset[str]()
+        self.kept = self.parallel - self.over - ({sums.split} if sums is not None else set())
 
     def launch(self) -> Launch:
         return Launch(self.kernel.name, self.programs, tuple(self._requests()), self._in_flight(), self._instructions())
@@ -108,7 +111,18 @@ class _Counter:
         """How many elements with these indices all programs take in one pass: one for each row that there is, or one a
         program where rows do not matter."""
         tile = prod(self.extents[a] for a in axes & self.tiles)
+        if self.over and axes & self.parallel:
+            return self._of_columns(axes)
         return tile * (self.rows if axes & self.parallel else self.programs)
+
+    def _of_columns(self, axes: frozenset[str]) -> int:
+        """`_often` of column sums. What does not change in a program's loop is loaded in front of it; what is the same
+        in all columns, once for those of a program."""
+        columns, summed = prod(self.extents[a] for a in self.kept), prod(self.extents[a] for a in self.over)
+        splits = self.extents.get(self.s.sums.split or "", 1) if self.s.sums is not None else 1
+        if not axes & self.over:  # in front of the loop
+            return columns * splits
+        return summed * (columns if axes & self.kept else self.programs // max(1, splits))
 
     def _requests(self) -> Iterator[Requests]:
         read: dict[str, int] = {}

@@ -12,6 +12,7 @@ from math import prod
 
 from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.program import Program, Stage
+from kgen.codegen.schedule import Sums
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.runtime.ahead import Target
@@ -131,26 +132,30 @@ class Workspace:
 def grid(target: Target, program: Program) -> Grid:
     """How many blocks a launch of `target` has: one for each program, or those of its cluster."""
     stage, cluster = program.stage, program.schedule.cluster
-    programs = Count(points(target), program.schedule.rows) if stage is None else _programs(target, program, stage)
+    sums = None if stage is None else stage.sums
+    if stage is None or sums is None:
+        programs = Count(points(target), program.schedule.rows)
+    else:
+        programs = _programs(target, program, stage, sums)
     blocks = Count(programs.of * Poly.const(cluster), programs.per) if cluster > 1 else programs  # of one row each
-    return Grid(blocks, stage.sums.dim if stage is not None and stage.sums.split is not None else None)
+    return Grid(blocks, sums.dim if sums is not None and sums.split is not None else None)
 
 
-def _programs(target: Target, program: Program, stage: Stage) -> Count:
-    if stage.sums.columns:
-        return Count(_product(target, stage.sums.row_axes(stage.kernel)), program.schedule.rows)
-    return Count(_product(target, stage.sums.block_axes(stage.kernel)))
+def _programs(target: Target, program: Program, stage: Stage, sums: Sums) -> Count:
+    if sums.columns:
+        return Count(_product(target, sums.row_axes(stage.kernel)), program.schedule.rows)
+    return Count(_product(target, sums.block_axes(stage.kernel)))
 
 
 def shares(target: Target, program: Program) -> list[Share]:
     """The numbers that a caller chooses before the first launch, in order of the launches."""
     out: list[Share] = []
     for p in program.launches:
-        if p.stage is not None and p.stage.sums.split is not None:
-            sums = p.stage.sums
+        sums = None if p.stage is None else p.stage.sums
+        if p.stage is not None and sums is not None and sums.split is not None:
             over = _product(target, sums.over_axes(p.stage.kernel))
             steps = Count(over) if sums.columns else Count(over, p.schedule.rows)
-            each = _programs(target, p, p.stage)
+            each = _programs(target, p, p.stage, sums)
             out.append(Share(sums.dim, steps, each, sums.blocks, p.schedule.cluster))
     return out
 
@@ -162,8 +167,12 @@ def device_word(target: Target) -> str:
 
 def multiprocessors(program: Program) -> int:
     """Those of the device that the schedules of a kernel with sums were chosen for."""
-    assert program.stage is not None  # has sums
-    return program.stage.sums.multiprocessors
+    return max(s.multiprocessors for s in _sums(program))
+
+
+def _sums(program: Program) -> list[Sums]:
+    """How the sums of each launch that makes some are spread."""
+    return [p.stage.sums for p in program.launches if p.stage is not None and p.stage.sums is not None]
 
 
 def workspaces(target: Target, program: Program) -> list[Workspace]:
@@ -171,6 +180,6 @@ def workspaces(target: Target, program: Program) -> list[Workspace]:
     if program.stage is None:
         return []
     sizes: Mapping[str, Poly | int] = known_dims(target) | derived_dims(target)
-    zeroed = {name for p in program.launches if p.stage is not None for name in p.stage.sums.zeroed}
+    zeroed = {name for s in _sums(program) for name in s.zeroed}
     own = program.stage.kernel.tensors[len(target.layout.kernel.tensors) :]
     return [Workspace(t, tuple(p.substitute(sizes) for p in t.shape), t.name in zeroed) for t in own]

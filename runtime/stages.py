@@ -90,10 +90,10 @@ def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[
     from kgen.codegen.abi import split_count  # and with it what normalises kernels, which a stored launch does not need
 
     dims = dict(layout.dims)
-    stages = [p.stage for p in program.launches]
     zeroed: set[str] = set()
-    for p, stage in zip(program.launches, stages, strict=True):
-        if stage is None:  # the rows alone
+    for p in program.launches:
+        stage = p.stage
+        if stage is None or stage.sums is None:  # of rows alone
             continue
         zeroed |= set(stage.sums.zeroed)
         if stage.sums.split is not None:
@@ -108,8 +108,6 @@ def stage_layouts(program: Program, layout: Layout) -> tuple[list[Layout], list[
         shape = tuple(n.evaluate(known) for n in t.shape)
         workspaces.append(Workspace(t.name, shape, TORCH[t.dtype], t.name in zeroed))
         strides[t.name] = tuple((prod(shape[i + 1 :]),) for i in range(len(shape)))
-    layouts = [
-        layout if s is None else replace(layout, kernel=s.kernel, variant=s.variant, dims=dims, strides=strides)
-        for s in stages
-    ]
+    stages = [p.stage for p in program.launches if p.stage is not None]
+    layouts = [replace(layout, kernel=s.kernel, variant=s.variant, dims=dims, strides=strides) for s in stages]
     return layouts, workspaces

@@ -9,12 +9,12 @@ import torch
 from cuda_kit import Call
 
 from kgen.codegen import cuda, triton
-from kgen.codegen.abi import sum_grid
 from kgen.codegen.interpret import interpret
 from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Schedule
 from kgen.codegen.tolerance import compare, error_bound
+from kgen.runtime.backends.base import programs
 from kgen.runtime.backends.host import _ctype
 from kgen.runtime.backends.launch import Slots
 from kgen.runtime.host_executor import compile_host
@@ -25,11 +25,12 @@ from kgen.runtime.triton_interpret import run as interpret_triton
 def run(
     c: Call,
     backend: str,
-    override: Schedule,
+    override: Schedule | None = None,
     seed: int | None = None,
     change: Callable[[str], str] = lambda source: source,
 ) -> dict[str, torch.Tensor]:
-    """The outputs of all launches under a given schedule, with poisoned workspaces; `change` is made to CUDA text."""
+    """The outputs of all launches, under the default or a given schedule, with poisoned workspaces; `change` is made
+    to CUDA text."""
     where, tensors = cuda_kit.prepare(c)
     emitter = cuda if backend == "cuda" else triton
     program: Program = emitter.emit(schedule_kernel(where.kernel, where.variant, backend, override=override))
@@ -38,8 +39,7 @@ def run(
     everything = [*(tensors[t.name] for t in where.kernel.tensors), *spaces]
     scalars = [c.scalars[s.name] for s in where.kernel.scalars]
     for p, stage in zip(program.launches, layouts, strict=True):
-        assert p.stage is not None
-        grid = sum_grid(stage.kernel, p.schedule, p.stage.sums, {**dict(stage.variant.dims), **stage.dims})
+        grid = programs(p, stage)
         slots = Slots.of(p.args, stage)
         if backend == "cuda":
             values = slots.fill(everything, scalars)

@@ -47,7 +47,7 @@ CTYPES = {
 }
 TORCH = {"f32": torch.float32, "f64": torch.float64, "i32": torch.int32, "i64": torch.int64}
 
-# What Python, C and the files themselves use as names; partial sums that do not fit registers.
+# What Python, C and the files themselves use as names; partial sums that do not fit registers, and in a workspace.
 HOSTILE = """
 kernel launch_1(SPLITS: f32[*multiprocessors, N]) -> (grid: f32[N], launch_1_finish: f32[]):
     parallel torch in multiprocessors
@@ -59,6 +59,13 @@ kernel wide(x: f32[*M, K]) -> (y: f32[K]):
     parallel m in M
     tile k in K
     y[k] += x[m, k] - mean(x[m, k], k)
+
+kernel chunked(x: f32[*M, N]) -> (y: f32[N]):
+    parallel m in M
+    tile n in N
+    schedule cuda: chunk[n] = 8
+    schedule triton: chunk[n] = 8
+    y[n] += x[m, n] - mean(x[m, n], n)
 
 kernel clustered(x: f32[*M, L]) -> (y: f32[*M, L], s: f32[L]):
     parallel m in M
@@ -123,6 +130,7 @@ def cases(rows: int) -> list[tuple[str, str, dict[str, torch.Tensor]]]:
         ("sums", "head_sums", {"x": randn(rows, 7, 3, 16)}),
         ("hostile", "launch_1", {"SPLITS": randn(rows, 33)}),
         ("hostile", "wide", {"x": randn(min(rows, 3), WIDE)}),
+        ("hostile", "chunked", {"x": randn(rows, 33)}),
         ("hostile", "clustered", {"x": randn(min(rows, 5), CLUSTERED)}),
     ]
 
@@ -259,7 +267,7 @@ def test_one_cubin_holds_all_kernels_of_a_cu(built: Path) -> None:
 
 def test_cu_files_compile_alone_and_say_how_to_launch(built: Path) -> None:
     names = sorted(str(p.relative_to(built)) for p in built.rglob("*.cu"))
-    assert len(names) == 13
+    assert len(names) == 14
     script = f"""
 from cupy_backends.cuda.libs import nvrtc
 for name in {names!r}:
@@ -286,20 +294,25 @@ for name in {names!r}:
     head = (built / "hostile" / "clustered.cu").read_text().split("\n\n")[0]
     assert "//   grid    SPLITS * 2 blocks" in head and "//   cluster 2 blocks, which is compiled in" in head
     assert "SPLITS = max(1, min(1 * multiprocessors // 2, M))" in head and "cudaOccupancyMaxActiveClusters" in head
-    zeroed = entry(built, "hostile", "wide")["backends"]["cuda"]["workspaces"]
+    zeroed = entry(built, "hostile", "chunked")["backends"]["cuda"]["workspaces"]
     assert [w["zeroed"] for w in zeroed] == [True]
-    assert "zero before the first launch" in (built / "hostile" / "wide.cu").read_text()
+    assert "zero before the first launch" in (built / "hostile" / "chunked.cu").read_text()
+    by_elements = entry(built, "hostile", "wide")["backends"]["cuda"]
+    assert [launch["entry"] for launch in by_elements["launches"]] == ["wide", "wide_elements", "wide_finish"]
+    assert [w["shape"] for w in by_elements["workspaces"]] == [["M"], ["SPLITS", str(WIDE)]]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("rows", [1, 131, 100_000])
 def test_formulas_give_what_a_call_through_kgen_takes(backend: str, rows: int) -> None:
-    module, wide = read(SUMS).module, parse_text(HOSTILE, "hostile.kdsl")
+    module, hostile = read(SUMS).module, parse_text(HOSTILE, "hostile.kdsl")
     names = {"ceil": math.ceil, "max": max, "min": min, "__builtins__": {}}
-    choices = Choices({"M": rows, "N": 96, "G": 3, "B": rows, "S": 7, "H": 3, "D": 16, "L": CLUSTERED}, "f32")
-    clustered = next(k for k in wide.kernels if k.name == "clustered")
-    for declared in (*module.kernels, clustered):
-        made = target(wide if declared is clustered else module, declared, choices)
+    choices = Choices(
+        {"M": rows, "N": 96, "G": 3, "B": rows, "S": 7, "H": 3, "D": 16, "K": WIDE, "L": CLUSTERED}, "f32"
+    )
+    others = [k for k in hostile.kernels if k.name in ("wide", "clustered")]
+    for declared in (*module.kernels, *others):
+        made = target(hostile if declared in others else module, declared, choices)
         program = made.program(backend)
         layouts, allocated = stage_layouts(program, made.layout)
         sizes: dict[str, Any] = {**made.layout.dims, **choices.dims}

@@ -24,7 +24,7 @@ from kgen.codegen.origins import file_name
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.registers import sum_registers
-from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step
+from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step, Straight
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
@@ -112,13 +112,15 @@ class _Emitter:
             schedule=ctx.schedule,
             shared_bytes=0,
             lines=tuple(spans),
-            stage=None if sums is None else Stage(ctx.kernel, ctx.variant, sums),
+            stage=Stage(ctx.kernel, ctx.variant, sums) if ctx.scheduled.staged else None,
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
-    def _steps(self) -> None:
+    def _steps(self, once: bool = False) -> None:
+        """The steps of a row, or those that are the same in all rows."""
         for i, step in enumerate(self.steps):
-            self._step(step, self._escaping(i))
+            if (isinstance(step, Straight) and step.once) == once:
+                self._step(step, self._escaping(i))
 
     def _stores(self, stores: tuple[ir.Stmt, ...]) -> None:
         """Statements behind the loop of a sum over programs."""

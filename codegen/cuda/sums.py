@@ -26,14 +26,14 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 def emit_sums(
     ctx: Context,
     sums: Sums,
-    steps: Callable[[], None],
+    steps: Callable[[bool], None],
     stores: Callable[[tuple[ir.Stmt, ...]], None],
     pointers: Callable[[], list[str]],
 ) -> list[str]:
     """Emit the kernel's body into `ctx.lines`; what stands in front of it is returned.
 
-    `steps` emits the statements of a row, `stores` the given ones, `pointers` are the definitions of the pointers asked
-    for so far.
+    `steps` emits the statements of a row, or (True) those that are the same in all rows, `stores` the given ones,
+    `pointers` are the definitions of the pointers asked for so far.
     """
     added = [s for step in ctx.steps for s in step.body if isinstance(s, ir.Accumulate)]
     for s in added:
@@ -43,12 +43,14 @@ def emit_sums(
     if ctx.schedule.cluster > 1:
         ctx.turn = ctx.names.fresh("turn")
         ctx.meets = True  # in front of the loop
+    with ctx.capture() as once:
+        steps(True)
     ctx.visible.append(set())
     with ctx.capture() as row:
         row.depth += 1
         if loop.rows is not None and not sums.columns and sums.split is not None and ctx.schedule.ahead:
             emit_prefetch(ctx, loop.rows, "the next row" if ctx.schedule.ahead == 1 else "a row further on")
-        steps()
+        steps(False)
         if ctx.scheduled.barriers or (ctx.shared_bytes and ctx.turn is None):
             ctx.barrier()  # the next row writes the slots again
         if ctx.shared_bytes and ctx.turn is not None:
@@ -67,6 +69,9 @@ def emit_sums(
     before, tiles = indices.thread_and_tiles(ctx)
     still = [p for p in pointers() if p not in moving]
     ctx.lines = Lines()
+    if once.items:
+        ctx.lines.extend(once)
+        ctx.lines.gap()
     for s in added:
         ctx.lines.comment(s.span)
         acc = ctx.partials[s.tensor, s.at]
@@ -76,6 +81,8 @@ def emit_sums(
         ctx.lines.add(f"{ctx.helper('cluster_wait')}();")
         if ctx.shared_bytes:
             ctx.lines.add(f"int {ctx.turn} = 0;  // which slots this row has: some may still read those of the last")
+    if sums.down:
+        ctx.lines.add("// From the last one back: what the launch before has read last is still in the cache.")
     with ctx.lines.block(header):
         for line in (*inside, *moving):
             ctx.lines.add(line)
@@ -158,6 +165,9 @@ class _Loop:
             rows = CExpr(indices.rows_constant(ctx), "int")
             first = binary("*", first, rows) if self.sums.split is not None else first
             step = binary("*", step, rows) if self.sums.split is not None else rows
+        if self.sums.down:
+            first = binary("-", binary("-", points, integer(1)), first)
+            return f"for ({ctx.index_type} {v} = {first}; {v} >= 0; {v} -= {step})"
         forward = f"++{v}" if step.text == "1" else f"{v} += {step}"
         return f"for ({ctx.index_type} {v} = {first}; {v} < {points}; {forward})"
 

@@ -12,7 +12,7 @@ from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
 from kgen.codegen.origins import cited, file_name
 from kgen.codegen.program import Arg, Program, Stage
-from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Sums
+from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Step, Straight, Sums
 from kgen.codegen.templating import environment, render
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.expressions import Expressions
@@ -179,14 +179,14 @@ class _Emitter:
         if self.scheduled.sums is not None:
             return self._sum_body(self.scheduled.sums)
         prelude = self._prelude()
-        lines = self._steps()
+        lines = self._steps(self.scheduled.steps)
         prelude += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
         out = [_Line(t) for t in _used(prelude, (line.text for line in lines))]
         return [*out, _Line(""), *lines] if out else lines
 
-    def _steps(self) -> list[_Line]:
+    def _steps(self, steps: Iterable[Step]) -> list[_Line]:
         lines: list[_Line] = []
-        for step in self.scheduled.steps:
+        for step in steps:
             lanes = MaskedLanes(step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
             if isinstance(step, Leave):
                 condition = self.expressions.value(step.condition).text
@@ -207,13 +207,15 @@ class _Emitter:
         if own.mask:
             self.masks[ROW] = own.mask
         before: list[_Line] = []
+        once = [step for step in self.scheduled.steps if isinstance(step, Straight) and step.once]
+        before += self._steps(once)
         added = [s for step in self.scheduled.steps for s in step.body if isinstance(s, ir.Accumulate)]
         for s in added:
             total = PartialSum.of(s, self.names.fresh(f"{s.tensor}_sum"), self.blocks)
             self.sums[s.tensor, s.at] = total
             before += [*self._comment(s.span), _Line(total.start(self.blocks), s.span)]
         self.said = None
-        inside = self._steps()
+        inside = self._steps(step for step in self.scheduled.steps if step not in once)
         if sums.zeroed:
             inside.append(_Line("tl.debug_barrier()  # the next row adds to what this one has stored"))
         behind: list[_Line] = []
@@ -420,8 +422,7 @@ class _Emitter:
         )
         total = source.count("\n")
         spans = (*(None for _ in range(total - len(body))), *(line.span for line in body))
-        sums = self.scheduled.sums
-        stage = None if sums is None else Stage(self.kernel, self.variant, sums)
+        stage = Stage(self.kernel, self.variant, self.scheduled.sums) if self.scheduled.staged else None
         return Program("triton", entry, source, self.args, self.scheduled.schedule, 0, spans, stage)
 
     def _parameter(self, a: Arg) -> str:

@@ -58,9 +58,14 @@ def share(
             out += divided(indices, spelling, block, apart, [a.extent for a in apart], 1)
     points = product([indices.code(a.extent).text for a in over])
     if sums.columns or blocks.rows == 1:
-        variable = spelling(over[0].name) if len(over) == 1 else fresh("q" if sums.columns else "p")
+        point = spelling(over[0].name) if len(over) == 1 else fresh("q" if sums.columns else "p")
+        variable = point
+        if sums.down:
+            variable = fresh(f"{point}_done")
+            note = "from the last one back: what the launch before has read last is still in the cache"
+            out.append(Definition(point, str(binary("-", binary("-", points, literal(1)), Text(variable))), note))
         if len(over) > 1:
-            out += divided(indices, spelling, variable, over, [a.extent for a in over], 1)
+            out += divided(indices, spelling, point, over, [a.extent for a in over], 1)
     else:
         variable = fresh("group")
         points = call("tl.cdiv", points, str(blocks.rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 
-from kgen.codegen.schedule import Leave, Loop, Scheduled
+from kgen.codegen.schedule import Leave, Loop, Scheduled, Straight
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.source import Span
@@ -67,11 +67,15 @@ def scheduled_text(scheduled: Scheduled) -> str:
         )
     if v.wide:
         out.append("# 64-bit index arithmetic")
+    if scheduled.sums is not None and scheduled.sums.down:
+        out.append(f"# {', '.join(scheduled.sums.over)} from the last to the first")
     out += [*declarations(scheduled.kernel), ""]
     for step in scheduled.steps:
         if isinstance(step, Loop):
             out.append(f"for {step.axis} in chunks of {step.chunk}:")
             out += [f"    {line}" for line in _aligned(step.body)]
+        elif isinstance(step, Straight) and step.once:
+            out += ["once, for all rows:", *(f"    {line}" for line in _aligned(step.body))]
         elif isinstance(step, Leave):
             out.append(f"leave if {expr_text(step.condition)}")
         else:

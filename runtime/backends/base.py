@@ -100,7 +100,7 @@ def emitter(backend: str) -> Callable[[Scheduled], Program]:
 def programs(program: Program, layout: Layout) -> int:
     """The number of programs, each of `Schedule.cluster` blocks of the grid. Raises BackendError where no device could
     launch them."""
-    if program.stage is not None:
+    if program.stage is not None and program.stage.sums is not None:
         known = {**dict(layout.variant.dims), **layout.dims}
         grid = sum_grid(layout.kernel, program.schedule, program.stage.sums, known)
     else:
