@@ -1,8 +1,8 @@
 """Python's collector of cyclic garbage rests while the compiler works: `collected_later`.
 
-A compiler makes many objects that live on and hardly a cycle. Collections in between find nothing, and each full one
-walks through all that torch has made, which takes longer than to check the largest file. What was made meanwhile is
-looked at by the first collection behind.
+A compiler makes many objects at a time, which has collections run all the while, and each full one walks through all
+that torch has made: that takes longer than to check the largest file. What is left in cycles meanwhile, a few megabytes
+for all packaged files, goes with the first collection behind.
 """
 
 from __future__ import annotations
