@@ -75,7 +75,7 @@ def _collapse(kernel: ir.Kernel, group: Group) -> tuple[ir.Kernel, Merge]:
     merge = Merge(group, axis, dim, extent, places(kernel, (group[0], group[1])))
     at = dict(merge.places)
     rewrite = _Rewrite(frozenset(group), axis, at, len(group))
-    new_axis = ir.Axis(axis, Poly.sym(dim), "parallel", axes[0].span)
+    new_axis = ir.Axis(axis, Poly.sym(dim), "parallel", axes[0].span, merged=True)
     return (
         replace(
             kernel,

@@ -71,6 +71,17 @@ CLUSTER_BYTES = 128 << 10
 # softmax 8192x32000 1.07 and 1.08.
 STREAMED_IN_PLACE = 64 << 10
 
+# Loads that L2 is to give up last, as programs far on read them again (`kgen.codegen.kept`). RoPE in bf16 of 4 x 4096
+# tokens with 40 heads of 128 reads its 2 MB of cosines and sines from memory for every one of the 4, and takes 1.066
+# without, 1.049 with them kept; its loads marked as those to give up first, 1.095. What harm is done to a table that L2
+# cannot hold has not been measured, so what is kept must be small beside what streams by: half of it, of which every
+# element passes again; of a table that is looked up in, which may be of any size, an eighth a row.
+KEPT_SHARE = 2
+KEPT_GATHERED_SHARE = 8
+# Bytes, where sizes are known: a sweep up to this stays in an L2 of 50 MB anyway, and a table beyond it will not.
+KEPT_BEYOND = 8 << 20
+KEPT_LARGEST = 24 << 20
+
 # The most threads and vectors of a looped kernel with sums, which go through memory a chunk at a time: more spill.
 LOOP_SUM_THREADS = 512
 LOOP_SUM_SLOTS = 2

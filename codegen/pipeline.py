@@ -9,6 +9,7 @@ from functools import cached_property
 from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.idle import idle
+from kgen.codegen.kept import kept
 from kgen.codegen.knobs import Knobs, check, written
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
@@ -180,4 +181,5 @@ def _scheduled(
     steps = alternated(kernel, steps)
     if leaves is not None:
         steps = leaves.steps(steps)
-    return Scheduled(kernel, variant, schedule, steps, barriers(kernel, digits(kernel, variant)), sums)
+    overwritten = barriers(kernel, digits(kernel, variant))
+    return Scheduled(kernel, variant, schedule, steps, overwritten, kept(kernel, sums), sums)

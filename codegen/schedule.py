@@ -169,6 +169,8 @@ class Scheduled:
     # Loads of elements that other threads of the program overwrite, by name: the emitters put a barrier between them
     # and the first store to their tensor.
     barriers: frozenset[str] = frozenset()
+    # Loads that are to stay in L2 (`kgen.codegen.kept`), by name.
+    kept: frozenset[str] = frozenset()
     # How sums over programs are spread, whether it is one of several launches, and those behind this one.
     sums: Sums | None = None
     staged: bool = False

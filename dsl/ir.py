@@ -26,12 +26,14 @@ from kgen.dsl.source import Span
 
 @dataclass(frozen=True)
 class Axis:
-    """An index: `parallel m in M` or `tile n in N`. `extent` is over dimensions only."""
+    """An index: `parallel m in M` or `tile n in N`. `extent` is over dimensions only. `merged`: it stands for several
+    neighbouring ones."""
 
     name: str
     extent: Poly
     kind: str  # "parallel" | "tile"
     span: Span
+    merged: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from kgen.codegen.cuda.memory import (
     Address,
     address,
     gather_subscripts,
-    loaded,
     missing_value,
     narrowed,
     outer_part,
     pack_of,
     packed_value,
+    read_element,
+    read_pack,
     storage_type,
 )
 from kgen.codegen.cuda.plan import Nest, Plan
@@ -236,7 +237,7 @@ class NestEmitter:
         row = self.rows.get(let.name)
         values = {i: CExpr("0", "int") for i, s in enumerate(load.at) if not isinstance(s, Poly)}
         place = address(ctx, ctx.kernel.tensor(load.tensor), load.at, values, row=row)
-        value = f"*(const {pack.name}*)({place.pointer})"
+        value = read_pack(ctx, let, pack, place)
         h = ctx.holders[let.name]
         ctx.lines.comment(let.span)
         if let.name in self.plan.kept and self.in_block:
@@ -274,14 +275,14 @@ class NestEmitter:
         ctx = self.ctx
         tensor = ctx.kernel.tensor(load.tensor)
         if all(isinstance(s, Poly) for s in load.at):
-            return loaded(ctx, tensor.dtype, address(ctx, tensor, load.at, {}).element)
+            return read_element(ctx, let, tensor, address(ctx, tensor, load.at, {}))
         if let.name in self.ranges:
             values = {i: CExpr("0", "int") for i, s in enumerate(load.at) if not isinstance(s, Poly)}
             place = address(ctx, tensor, load.at, values, row=self.rows[let.name])
             ok = CExpr(self.ranges[let.name], "bool")
-            return conditional(ok, loaded(ctx, tensor.dtype, place.element), missing_value(tensor.dtype))
+            return conditional(ok, read_element(ctx, let, tensor, place), missing_value(tensor.dtype))
         values, ok = gather_subscripts(ctx, load)
-        element = loaded(ctx, tensor.dtype, address(ctx, tensor, load.at, values).element)
+        element = read_element(ctx, let, tensor, address(ctx, tensor, load.at, values))
         return conditional(ok, element, missing_value(tensor.dtype))
 
     def _define(self, let: ir.Let, value: CExpr) -> None:

@@ -250,7 +250,9 @@ class _Emitter:
         if isinstance(s, ir.Let):
             name = self.names[s.name]
             if isinstance(s.value, ir.Load):
-                lines, dims = self.memory.load(name, s.value, lanes.other.get(s.name))
+                lines, dims = self.memory.load(
+                    name, s.value, lanes.other.get(s.name), kept=s.name in self.scheduled.kept
+                )
             else:
                 v = self._let(s.value, lanes)
                 lines, dims = [f"{name} = {v.text}"], v.dims

@@ -72,9 +72,11 @@ class Memory:
         return out
 
     # -- statements ----------------------------------------------------------------------------------------------
-    def load(self, name: str, e: ir.Load, other: float | int | bool | None) -> tuple[list[str], tuple[str, ...]]:
+    def load(
+        self, name: str, e: ir.Load, other: float | int | bool | None, *, kept: bool = False
+    ) -> tuple[list[str], tuple[str, ...]]:
         """The lines of `name = tl.load(...)`, widened to the compute type, and the dimensions of its block; masked
-        lanes hold `other`, or anything if it is None."""
+        lanes hold `other`, or anything if it is None. `kept`: the caches are to give up last what is loaded."""
         tensor = self.kernel.tensor(e.tensor)
         offset = self._offset(tensor, e.at)
         pointer = self._pointer(tensor, offset)
@@ -89,6 +91,8 @@ class Memory:
                 keywords["other"] = literal(_out_of_range(tensor.dtype))
             elif other is not None:
                 keywords["other"] = literal(other)
+        if kept:
+            keywords["eviction_policy"] = Text('"evict_last"')
         suffix = "" if tensor.dtype == tensor.dtype.compute else f".to({TYPES[tensor.dtype.compute.name]})"
         arguments = [str(pointer.text), *(f"{k}={v}" for k, v in keywords.items())]
         return _call_lines(f"{name} = tl.load(", arguments, f"){suffix}"), pointer.dims

@@ -80,6 +80,7 @@ def scheduled_text(scheduled: Scheduled) -> str:
             out.append(f"leave if {expr_text(step.condition)}")
         else:
             out += _aligned(step.body)
+    out += [f"# {name} is to stay in L2" for name in sorted(scheduled.kept)]
     out += [f"# barrier before the first store to {t}" for t in sorted(scheduled.barriers)]
     return "\n".join(out)
 

@@ -53,6 +53,9 @@ inline unsigned cvt_bf16x2_f32(float hi, float lo) { return ((unsigned)cvt_bf16_
 
 inline void prefetch_l2(const void*) {}
 
+template <class T>
+inline T load_kept(const T* from) { return *from; }
+
 template <int BYTES, int WORDS>
 inline void store_streaming(void* to, const unsigned (&word)[WORDS]) {
     for (int i = 0; i < WORDS; ++i) ((unsigned*)to)[i] = word[i];
