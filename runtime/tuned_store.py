@@ -10,11 +10,11 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -188,23 +188,34 @@ def text_of(device: str, results: Iterable[Result]) -> str:
 def add(device: str, results: Sequence[Result], path: Path | None = None) -> Path:
     """Put `results` into the user's file of `device` (or the one at `path`), each in place of an older one of its kind;
     the file. Raises KgenError where it cannot be written."""
+
+    def merged(old: list[Result]) -> str:
+        return text_of(device, {r.key: r for r in (*old, *results)}.values())
+
+    return rewrite(user_path(device) if path is None else path, _parsed, merged)
+
+
+T = TypeVar("T")
+
+
+def rewrite(where: Path | None, parse: Callable[[bytes], list[T]], text: Callable[[list[T]], str]) -> Path:
+    """Replace the file at `where` by the `text` of what `parse` finds in it, under a lock; the file. One that cannot be
+    parsed is kept as `.bad`. Raises KgenError where it cannot be written, or `where` is None."""
     import filelock  # only needed to write
 
-    where = path if path is not None else user_path(device)
     if where is None:
         raise KgenError("no home folder is known here; KGEN_TUNED=FOLDER names one to keep results in")
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{where}.lock"):
-            old: list[Result] = []
+            old: list[T] = []
             if where.exists():
                 try:
-                    old = _parsed(where.read_bytes())
+                    old = parse(where.read_bytes())
                 except (ValueError, KeyError, TypeError, AttributeError):
                     with contextlib.suppress(OSError):
                         os.replace(where, f"{where}.bad")
-            merged = {r.key: r for r in (*old, *results)}
-            write_atomically(where, text_of(device, merged.values()).encode())
+            write_atomically(where, text(old).encode())
     except OSError as error:
         raise KgenError(f"cannot write {where}: {error.strerror or error}") from None
     return where

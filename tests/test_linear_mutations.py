@@ -26,6 +26,7 @@ from kgen.ops import functional, linear_losses
 from kgen.runtime.host import op as op_module
 from kgen.runtime.host import walk
 from kgen.runtime.loading import KernelModule
+from kgen.runtime.products import multiply
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PATH = Path(functional.__file__).parent / "fused_linear_cross_entropy.kdsl"
@@ -120,7 +121,7 @@ def _without_autocast(_: str, __: str, input: torch.Tensor, ___: torch.Tensor) -
     return input
 
 
-_library = walk._library
+_library = multiply.library
 F32, BF16 = torch.float32, torch.bfloat16
 SUMMED = ("                w_sum: W[V, H]\n            b_sum", "                w_sum: T[V, H]\n            b_sum")
 TOKENS = {"token_weight": OPTIONS[-1]["token_weight"]}
@@ -143,7 +144,7 @@ BREAKS: dict[str, Break] = {
         ("cuda", F32, "none"),
     ),
     "products of f32 with ten bits": Break(
-        (), ((walk, "_library", _narrowed),), tests.test_values_and_gradients, ("cuda", F32, "sum")
+        (), ((multiply, "library", _narrowed),), tests.test_values_and_gradients, ("cuda", F32, "sum")
     ),
     "autocast takes no notice": Break(
         (), ((linear_losses, "multiplied_in", _without_autocast),), calls.test_autocast, (BF16, "mean")

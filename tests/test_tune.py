@@ -484,7 +484,7 @@ def test_every_usual_size_is_a_case() -> None:
     import importlib.resources
 
     usual = json.loads((importlib.resources.files("kgen.ops") / "tuned_sizes.json").read_text("utf-8"))
-    names = {u["kernel"] for u in usual}
+    names = {u["kernel"] for u in usual if "kernel" in u}
     for name in names:
         assert list(command.cases_of(command.target_of(name), Choices(), [], None))
 
@@ -496,7 +496,6 @@ def test_every_usual_size_is_a_case() -> None:
         ((), "name a kernel to tune"),
         (("rms_norm", "--backend", "cpu"), "none of cuda, triton, both"),
         (("nowhere.kdsl",), "there is no file"),
-        (("fused_linear_cross_entropy",), "is an op, a program of kernels"),
         (("rms_norm", "--sizes", "Q=4,N=8"), "has no dimension 'Q'"),
         (("rms_norm", "--sizes", "4"), "write it as --sizes M=8192,N=4096"),
         (("rms_norm", "--without", "v"), "has no optional tensor 'v'"),

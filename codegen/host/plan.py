@@ -65,7 +65,8 @@ class Zero:
 @dataclass(frozen=True)
 class Matmul:
     """`out = left @ right + plus`; with `accumulate` `out += left @ right`. The sum is taken in f32 or wider and
-    rounded once to out's dtype. `first` names a loop in whose first iteration nothing is there to be added to."""
+    rounded to out's dtype: once, or, as cuBLAS does where it adds to 16 bits, before it is added and after. `first`
+    names a loop in whose first iteration nothing is there to be added to."""
 
     out: View
     left: View

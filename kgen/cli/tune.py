@@ -14,6 +14,9 @@ import typer
 from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
 from kgen.cli.files import existing, shipped, split_kernel
 from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices, refuse_unknown
+from kgen.cli.tune_products import op_of, tasks_of
+from kgen.cli.tune_products import run as tune_products
+from kgen.cli.tune_products import show as show_products
 from kgen.dsl.diagnostics import KgenError
 
 if TYPE_CHECKING:
@@ -45,6 +48,15 @@ def tune(
     present: WithOption = None,
     absent: WithoutOption = None,
     seconds: Annotated[float | None, typer.Option("--seconds", min=0, help="For everything together.")] = None,
+    workspace_mb: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--workspace-mb", metavar="MIB", min=0, help="Of an op: the budget of its chunks; may be repeated."
+        ),
+    ] = None,
+    accumulate: Annotated[
+        str | None, typer.Option("--accumulate", help="Of an op: how sums over chunks are held: auto, param or f32.")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure too what is known already.")] = False,
     most: Annotated[int, typer.Option("--candidates", min=2, help="Schedules to try of each kernel, at most.")] = 32,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=0, help="Compilations at a time; 0: one a CPU core.")] = 0,
@@ -59,7 +71,8 @@ def tune(
 ) -> None:
     """Try the schedules that a kernel allows at given sizes, and keep the fastest for every later call of such sizes.
 
-    NAME.backward is the kernel of its gradients, NAME.training the form of a call that records them. Sizes come from
+    NAME.backward is the kernel of its gradients, NAME.training the form of a call that records them. Of an op, the
+    algorithms of the library that makes its matrix products are tried; name its kernels to tune those. Sizes come from
     --sizes, else from the kernel's example statement, or, for kernels that come with kgen, a list of usual ones.
     Measures on a GPU and on arguments of its own. A schedule is kept only where it beats the default by more than
     measurements vary. What is known already is left as it is, so that an interrupted run goes on where it stopped.
@@ -68,8 +81,10 @@ def tune(
         kgen tune rms_norm softmax --seconds 120
         kgen tune my.kdsl:scale --sizes M=8192,N=4096 --sizes M=8192,N=8192 --dtype f16
         kgen tune rms_norm.backward --sizes M=16384,N=4096 --backend cuda
+        kgen tune fused_linear_cross_entropy --sizes B=8192,H=4096,V=128256 --workspace-mb 512
         kgen tune --show
     """
+    from kgen.runtime.host.options import ACCUMULATE
     from kgen.runtime.tune import Job, Machine, Options, unique
 
     if show:
@@ -86,6 +101,20 @@ def tune(
     how = choices(dim, dtype, const, present, absent)
     given = [_sizes(s) for s in sizes or ()]
     wanted = None if gradients is None else tuple(n.strip() for n in gradients.split(",") if n.strip())
+    ops = {t: found for t in targets if (found := op_of(t)) is not None}
+    if (workspace_mb or accumulate) and not ops:
+        raise UsageError("--workspace-mb and --accumulate are for ops, which take rows in chunks, and no op is named")
+    if accumulate not in (None, *ACCUMULATE):
+        raise UsageError(f"--accumulate: '{accumulate}' is none of {', '.join(ACCUMULATE)}")
+    if ops:
+        if len(ops) < len(targets):
+            raise UsageError("tune ops and kernels by two commands: their sizes have other names")
+        work = [
+            t for op, usual in ops.values() for t in tasks_of(op, usual, how, given, workspace_mb or (), accumulate)
+        ]
+        if not tune_products(work, Machine.gpu(), seconds, again, export, json_file):
+            raise typer.Exit(MISTAKES)
+        return
     named = [target_of(t) for t in targets]
     everything = replace(how, dims={**how.dims, **{d: n for one in given for d, n in one.items()}})
     refuse_unknown(everything, [k for t in named for k in t.kernel.module.kernels if k.name == t.kernel.name])
@@ -198,7 +227,7 @@ def _shipped(name: str, direction: str | None) -> Target:
     module = load_packaged(found[name].name)
     if name not in _kernels(module):
         raise UsageError(_no_kernel(found[name].name, name, _kernels(module), True))
-    return Target(module[name], direction, tuple(u for u in usual if u["kernel"] == name))
+    return Target(module[name], direction, tuple(u for u in usual if u.get("kernel") == name))
 
 
 def _kernels(module: KernelModule) -> list[str]:
@@ -333,6 +362,7 @@ def _show(device: str | None) -> None:
             console.print(table)
             if ignored:
                 console.print(f"{ignored} results of another driver than {driver} do not count; tune again for those")
+        show_products(name)
     if not names:
         console.print("no tuned schedules are known here")
     if switched_off():

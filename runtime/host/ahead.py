@@ -43,10 +43,15 @@ def settled(
 
 
 def planned(
-    module: ast.Module, op: host.Op, choices: Choices, gradients: Iterable[str] | None = None
+    module: ast.Module,
+    op: host.Op,
+    choices: Choices,
+    gradients: Iterable[str] | None = None,
+    workspace_mb: float = sizing.DEFAULT_MB,
+    accumulate: str = "auto",
 ) -> tuple[plan.Plan, sizing.Sizes | None]:
     """The plan of `op` with the gradients of the parameters `gradients`, None: of all that have one, and its chunks
-    where all sizes are known.
+    under a budget of so many MiB where all sizes are known, with sums held as `accumulate` says.
 
     Raises ArgumentError for a choice that does not fit the signature.
     """
@@ -58,7 +63,7 @@ def planned(
     dims = {**example, **choices.dims, **{n: v for n, v in spec.consts.items() if type(v) is int}}
     if any(d not in dims for d in signature.dims):
         return found, None
-    sizes = sizing.sizes(found, dims, sizing.DEFAULT_MB * 2**20, "auto")
+    sizes = sizing.sizes(found, dims, workspace_mb * 2**20, accumulate)
     return (found if sizes.accumulate == "param" else lower(program, spec.dtypes, wanted, "f32")), sizes
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kgen.codegen.host import plan
-from kgen.codegen.torch_dtypes import FROM_TORCH, TORCH, rounded
+from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl.affine import Poly
 from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
@@ -20,6 +20,8 @@ from kgen.dsl.host.ir import ConstArg, ScalarArg
 from kgen.runtime import events
 from kgen.runtime.host import ranks
 from kgen.runtime.kernel import Kernel
+from kgen.runtime.products import multiply
+from kgen.runtime.products.multiply import store
 
 # The tensors and scalars of a call by name.
 Env = dict[str, Any]
@@ -49,8 +51,8 @@ class Walk:
         self.device = device
         self.backend = backend
         self.kernels = kernels
-        product = events.Launch(f"{p.name}: @", "library", str(device), 0)
-        self._count = events.recorder(product)
+        made = events.Launch(f"{p.name}: @", "library", str(device), 0)
+        self._count = events.recorder(made)
         self.steps = [self._step(s) for s in steps]
 
     def run(self, env: Env, *, donated: bool) -> None:
@@ -136,17 +138,17 @@ class Walk:
 
     def _convert(self, s: plan.Convert) -> Step:
         out, source = self._get(s.out), self._get(s.source)
-        return lambda env, i, n: _store(out(env, i, n), source(env, i, n))
+        return lambda env, i, n: store(out(env, i, n), source(env, i, n))
 
     def _matmul(self, s: plan.Matmul) -> Step:
         out, left, right = self._get(s.out), self._get(s.left), self._get(s.right)
         plus = None if s.plus is None else self._get(s.plus)
-        multiply = _exact if self.backend == "reference" else _library
+        product = multiply.exact if self.backend == "reference" else multiply.library
         accumulate, first, count = s.accumulate, s.first is not None, self._count
 
         def step(env: Env, i: int, n: int) -> None:
             c = None if plus is None else plus(env, i, n)
-            multiply(out(env, i, n), left(env, i, n), right(env, i, n), c, accumulate and not (first and i == 0))
+            product(out(env, i, n), left(env, i, n), right(env, i, n), c, accumulate and not (first and i == 0))
             count()
 
         return step
@@ -159,7 +161,7 @@ class Walk:
             if accumulate and not (first and i == 0):
                 out(env, i, n).add_(source(env, i, n))
             else:
-                _store(out(env, i, n), source(env, i, n))
+                store(out(env, i, n), source(env, i, n))
 
         return step
 
@@ -230,55 +232,3 @@ def _own(s: plan.Own) -> Step:
 
 def _zero(out: torch.Tensor) -> None:
     out.zero_()
-
-
-def _store(out: torch.Tensor, source: torch.Tensor) -> None:
-    """`out = source`, rounded once: torch rounds float64 to 16 bits by way of float32."""
-    if source.dtype == torch.float64 and out.dtype in (torch.float16, torch.bfloat16):
-        source = rounded(source, FROM_TORCH[out.dtype])
-    out.copy_(source)
-
-
-# ---- matrix products -----------------------------------------------------------------------------------------------
-
-
-def _exact(
-    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, plus: torch.Tensor | None, accumulate: bool
-) -> None:
-    """In float64, rounded once."""
-    result = left.double() @ right.double()
-    if plus is not None:
-        result += plus
-    if accumulate:
-        result += out
-    _store(out, result)
-
-
-def _library(
-    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, plus: torch.Tensor | None, accumulate: bool
-) -> None:
-    """By torch: the sum in f32 (f64 of f64) and one rounding."""
-    if out.dtype == left.dtype:
-        if accumulate:
-            out.addmm_(left, right)
-        elif plus is not None:
-            torch.addmm(plus, left, right, out=out)
-        else:
-            torch.mm(left, right, out=out)
-        return
-    if out.dtype == torch.float32 and left.dtype != torch.float64 and out.is_cuda:
-        if plus is not None:
-            out.copy_(plus.expand_as(out))
-        if accumulate or plus is not None:
-            torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, out=out)
-        else:
-            torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
-        return
-    # Where the library has no product of these dtypes the operands are widened first.
-    wide = torch.promote_types(left.dtype, out.dtype)
-    result = left.to(wide) @ right.to(wide)
-    if plus is not None:
-        result += plus
-    if accumulate:
-        result += out
-    _store(out, result)
