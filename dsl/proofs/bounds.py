@@ -20,16 +20,16 @@ def check_bounds(prover: Prover, diagnostics: Diagnostics) -> None:
     """Report K0301 for a subscript that may leave its dimension, K0302 for a gather in a starred one, K0303 for a
     divisor that may be 0."""
     kernel = prover.kernel
-    reported: set[tuple[Poly, Poly]] = set()  # a load and a store at one place have one cause
+    settled: set[tuple[Poly, Poly]] = set()  # a load and a store at one place have one proof, or one cause
     for access in ir.accesses(kernel.body):
         name, at, span = access.tensor, access.at, access.span
         tensor = kernel.tensor(name)
         for position, (subscript, extent) in enumerate(zip(at, tensor.shape, strict=True)):
             if isinstance(subscript, Poly):
-                if (subscript, extent) in reported or not _check_divisors(prover, subscript, span, diagnostics):
+                if (subscript, extent) in settled or not _check_divisors(prover, subscript, span, diagnostics):
                     continue
+                settled.add((subscript, extent))
                 if not _inside(prover.facts((subscript,)), subscript, extent):
-                    reported.add((subscript, extent))
                     _report(prover, tensor, position, subscript, span, diagnostics)
             elif tensor.star and position == 0:
                 diagnostics.error(

@@ -29,6 +29,7 @@ class Prover:
         self._parallel = frozenset(a.name for a in kernel.parallel)
         self._subscripts = tuple(dict.fromkeys(p for at in _all_subscripts(kernel) for p in at if isinstance(p, Poly)))
         self._cache: dict[tuple[frozenset[str], bool, frozenset[Poly]], Facts] = {}
+        self._injective: dict[Subscripts, frozenset[str]] = {}
 
     def axes(self, *subscripts: Subscripts) -> frozenset[str]:
         """The indices that occur in affine subscripts."""
@@ -57,8 +58,10 @@ class Prover:
 
     def injective(self, at: Subscripts) -> frozenset[str]:
         """The indices in `at` that its value does not determine: empty if different points are different elements."""
-        axes = self.axes(at)
-        return axes - self.same_where_equal(at, at, axes)
+        if at not in self._injective:
+            axes = self.axes(at)
+            self._injective[at] = axes - self.same_where_equal(at, at, axes)
+        return self._injective[at]
 
     def disjoint(self, left: Subscripts, right: Subscripts) -> bool:
         """Whether `left` and `right` never name the same element, whatever the points and the programs."""
