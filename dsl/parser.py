@@ -7,14 +7,13 @@ types and shapes are not looked at here.
 
 from __future__ import annotations
 
-import threading
-
 from lark import Lark, Token, UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from kgen.dsl import ast, tables
 from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.lexing import Line, logical_lines, normalised, token_span
+from kgen.dsl.locks import lock
 from kgen.dsl.source import SourceFile
 from kgen.dsl.syntax_errors import SyntaxExplainer
 from kgen.dsl.tree import TreeBuilder
@@ -25,7 +24,7 @@ MAX_ERRORS = 100
 _ITEM_STARTS = {"KERNEL", "BACKWARD", "FN", "FROM", "OP"}
 
 # There is one tree builder in a process (`tables`); a parse holds the lock because it knows the file it works on.
-_lock = threading.Lock()
+_lock = lock()
 
 
 def parse_text(text: str, path: str = "<string>") -> ast.Module:

@@ -19,7 +19,8 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
+
+from kgen.dsl.locks import lock
 
 _MAGIC = b"kgen-cache-1\n"
 _DIGEST = hashlib.sha256().digest_size
@@ -62,7 +63,7 @@ class Cache:
     def __init__(self, root: Path | None = None) -> None:
         self._root = root
         self._memory: dict[str, bytes] = {}
-        self._lock = Lock()
+        self._lock = lock()
         self._warned = False
 
     @property

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
+
+from kgen.dsl.locks import lock
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Launch:
     programs: int
 
 
-_lock = Lock()
+_lock = lock()
 _counts: Counter[str] = Counter()
 # Launches are counted by drawing from an iterator, one uninterruptible step: no lock on the path of every call.
 _launches: dict[str, itertools.count[int]] = {}

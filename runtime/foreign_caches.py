@@ -12,9 +12,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from threading import Lock
 
-_lock = Lock()
+from kgen.dsl.locks import lock
+
+_lock = lock()
 
 
 def before_cupy() -> None:

@@ -30,12 +30,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kgen.dsl.locks import lock
 from kgen.runtime.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ class _Unit:
 
 
 _kernels: dict[str, HostKernel] = {}
-_runtime_lock = threading.Lock()
+_runtime_lock = lock()
 _runtime: ctypes.CDLL | None = None
 
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from kgen.codegen.shapes import bind_dims, constants, full_shape, leading_shapes
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.locks import rlock
 from kgen.runtime import autograd, registry
 from kgen.runtime.binding import examine, no_scalar_gradient
 from kgen.runtime.derivatives import Called, Once, ReverseOnly, no_forward_mode
@@ -33,7 +33,7 @@ from kgen.runtime.errors import ArgumentError
 from kgen.runtime.kernel import Kernel, by_serial
 from kgen.runtime.loading import load_packaged
 
-_lock = RLock()
+_lock = rlock()
 _defined: set[str] = set()
 _formulas: dict[str, _Formula] = {}
 

@@ -18,13 +18,13 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kgen.codegen.torch_dtypes import FROM_TORCH, TORCH
 from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.locks import lock
 from kgen.runtime import events, generator, installation, tuned_paths
 from kgen.runtime.backends import driver
 from kgen.runtime.backends.launch import Slots
@@ -41,7 +41,7 @@ MAX_KEPT = 256
 
 _kept = 0
 _suspended = 0
-_lock = Lock()
+_lock = lock()
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -29,12 +28,13 @@ from kgen.codegen.program import Program
 from kgen.codegen.triton.intrinsics import SIGNATURE
 from kgen.codegen.variant import Variant
 from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.locks import rlock
 from kgen.runtime.nvrtc import CudaCompileError, Resources, find_tool, parse_resources
 
 NUMERICS_OPTIONS = {"enable_fp_fusion": True, "enable_reflect_ftz": False}
 
 _MODULE_PREFIX = "kgen_triton_"
-_lock = RLock()  # Triton's compiler and the module table are shared by all threads
+_lock = rlock()  # Triton's compiler and the module table are shared by all threads
 
 
 class TritonCompileError(KgenError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from kgen.runtime.cache import Cache, cache_key, default_root
+from kgen.dsl import parser
+from kgen.runtime import events, host_executor, triton_compile
+from kgen.runtime.cache import CACHE, Cache, cache_key, default_root
 from kgen.runtime.flight import SingleFlight
 
 KEY = cache_key("cuda", "source")
@@ -212,6 +215,43 @@ def test_sixteen_threads_build_one_cold_key_once() -> None:
     results = _together(16, lambda: flight.get_or_build("k", build))
     assert len(built) == 1
     assert len(set(results)) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_that_is_forked_while_others_work_waits_for_none_of_them() -> None:
+    flight: SingleFlight[str, str] = SingleFlight()
+    building, done = threading.Event(), threading.Event()
+    held = [flight._lock, events._lock, CACHE._lock, triton_compile._lock, host_executor._runtime_lock, parser._lock]
+
+    def build() -> str:
+        with contextlib.ExitStack() as stack:
+            for each in held:
+                stack.enter_context(each)
+            building.set()
+            done.wait(60)
+        return "the parent's"
+
+    thread = threading.Thread(target=lambda: flight.get_or_build("k", build))
+    thread.start()
+    assert building.wait(60)
+
+    def work() -> None:
+        assert flight.get_or_build("k", lambda: "the child's") == "the child's"
+        for each in held:
+            assert each.acquire(timeout=5)
+            each.release()
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    worker.join(30)
+    stuck = worker.is_alive()
+    if stuck:
+        worker.kill()
+    done.set()
+    thread.join()
+    assert not stuck and worker.exitcode == 0
+    assert flight.get("k") == "the parent's"
 
 
 def test_a_failure_is_shared_and_then_tried_again() -> None:

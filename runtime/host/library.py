@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import torch
@@ -22,13 +21,14 @@ from kgen.codegen.shapes import full_shape
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl.check import TensorParam
 from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.locks import rlock
 from kgen.runtime.binding import examine
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host.op import HostOp, by_serial, result_dtypes
 from kgen.runtime.host.options import Options
 from kgen.runtime.library import _choice, _settled, differentiate, number, refuse_transforms, run_operator
 
-_lock = RLock()
+_lock = rlock()
 _defined: set[str] = set()
 
 
