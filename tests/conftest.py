@@ -1,6 +1,7 @@
 """Shared pytest configuration."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,23 @@ def backend(request: pytest.FixtureRequest) -> str:
     if not status.available:
         pytest.skip(status.reason or "")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests of a session keep what the host executor compiles."""
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture
+def tuned_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the test's own, below which tuned schedules are kept and looked for."""
+    from kgen.runtime import tuned
+
+    monkeypatch.setenv("KGEN_TUNED", str(tmp_path / "tuned"))
+    tuned.reload()
+    yield tmp_path
+    tuned.reload()
 
 
 @pytest.fixture

@@ -64,10 +64,11 @@ def test_tests_named_in_the_docs_exist() -> None:
 
 def test_every_mistake_made_on_purpose_is_in_the_docs() -> None:
     """In the row that names the tests which see it."""
-    from test_linear_mutations import BREAKS as OF_LINEAR  # imports many tests, and so does the next
+    from test_call_mutations import BREAKS as OF_CALLS  # imports many tests, and so do the next
+    from test_linear_mutations import BREAKS as OF_LINEAR
     from test_mutations import BREAKS
 
-    made = [(name, [s.test for s in b.seen]) for name, b in BREAKS.items()]
+    made = [(name, [s.test for s in b.seen]) for of in (BREAKS, OF_CALLS) for name, b in of.items()]
     made += [(name, [b.test]) for name, b in OF_LINEAR.items()]
     rows = _rows_of_mistakes()
     listed = [name for row in rows for name in re.findall(r"\*([^*]+)\*", row[3])]

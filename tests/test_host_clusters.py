@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from executor_kit import pointer
 
 from kgen.runtime.host_executor import HostKernel, HostLaunchError, available, compile_host
 
@@ -31,15 +32,6 @@ ring(const int* x, int* y, int turns) {
     if (threadIdx.x == 33) y[blockIdx.x] = mine;
 }
 """
-
-
-@pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("host")
-
-
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 @pytest.mark.parametrize("threads", [64, 1024])
