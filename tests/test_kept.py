@@ -11,11 +11,12 @@ import torch
 import triton_kit
 from cuda_kit import call
 
+from kgen.codegen.derive.pair import module_of
+from kgen.codegen.derive.written import gradients_of
 from kgen.dsl import ir
 from kgen.dsl.modules import load
 from kgen.dsl.parser import parse_text
 from kgen.runtime.ahead import Choices, Target, binary, target
-from kgen.runtime.derived import gradient_targets
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 BACKENDS = pytest.mark.parametrize("backend", ["cuda", "triton"])
@@ -146,7 +147,9 @@ def test_the_tables_of_rotary_embedding_are_kept_in_both_directions(without: fro
     module = load(OPS / "rope.kdsl").module
     made = target(module, module.kernels[0], Choices(dtype="bf16", without=without))
     assert tensors(made, backend) == "cos sin"
-    assert tensors(gradient_targets(made).backward, backend) == "cos sin"
+    backward = module_of(gradients_of(made.module, made.kernel, frozenset({"q", "k"})).backward)
+    made = target(backward, backward.kernels[0], Choices(dims=made.layout.dims))
+    assert not made.scheduled(backend).then and tensors(made, backend) == "cos sin"
 
 
 @BACKENDS
@@ -161,7 +164,7 @@ def test_shipped_kernels_of_one_row_index_keep_nothing(file: str, backend: str) 
 def test_the_text() -> None:
     made = made_of(text_of("table"), "table", D=4096)
     (cuda,) = (line.strip() for line in made.program("cuda").source.split("\n") if "load_kept((" in line)
-    assert cuda == "t_sd_raw[d_slot] = load_kept((const bf16x8*)(t_row + d));"
+    assert cuda == "t_sd_raw[d_slot] = load_kept((const bf16x8*)(t_row + d), policy);"
     assert "x_bsd_raw[d_slot] = *(const bf16x8*)(x_row + d);" in made.program("cuda").source
     (triton,) = (line.strip() for line in made.program("triton").source.split("\n") if "evict_last" in line)
     assert triton == 't_sd = tl.load(t_row + d, eviction_policy="evict_last").to(tl.float32)'

@@ -12,7 +12,7 @@ from dataclasses import replace
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.expr import expression
-from kgen.codegen.cuda.memory import storage_type
+from kgen.codegen.cuda.memory import kept_policy, storage_type
 from kgen.codegen.cuda.nests import NestEmitter
 from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
 from kgen.codegen.cuda.prefetch import emit_prefetch, row_ahead
@@ -73,6 +73,9 @@ class _Emitter:
             before = [*indices.prologue(ctx), *self._pointers()]
         else:
             before = emit_sums(ctx, sums, self._steps, self._stores, self._pointers)
+        if "load_kept" in ctx.helpers:
+            # First: made where it is used it takes more registers.
+            before.insert(0, f"const unsigned long long {kept_policy(ctx)} = {ctx.helper('kept_policy')}();")
         if ctx.meets:
             before.insert(0, f"{ctx.helper('cluster_arrive')}();")
         head: list[tuple[str, Span | None]] = [(f"    {line}", None) for line in before]

@@ -148,20 +148,25 @@ def _times_stride(ctx: Context, tensor: ir.Tensor, axis: int, value: CExpr, part
 def read_pack(ctx: Context, let: ir.Let, pack: Pack, place: Address) -> str:
     """The pack that `let` loads from `place`."""
     pointer = f"(const {pack.name}*)({place.pointer})"
-    return f"{_load_kept(ctx, pack.bytes)}({pointer})" if let.name in ctx.scheduled.kept else f"*{pointer}"
+    return _load_kept(ctx, pointer, pack.bytes) if let.name in ctx.scheduled.kept else f"*{pointer}"
 
 
 def read_element(ctx: Context, let: ir.Let, tensor: ir.Tensor, place: Address) -> CExpr:
     """The element that `let` loads from `place`, widened to its compute type."""
     if let.name not in ctx.scheduled.kept:
         return loaded(ctx, tensor.dtype, place.element)
-    return loaded(ctx, tensor.dtype, CExpr(f"{_load_kept(ctx, tensor.dtype.itemsize)}({place.pointer})", ""))
+    return loaded(ctx, tensor.dtype, CExpr(_load_kept(ctx, place.pointer, tensor.dtype.itemsize), ""))
 
 
-def _load_kept(ctx: Context, bytes: int) -> str:
-    """The helper that loads what is to stay in L2, with what it needs for `bytes` at a time."""
+def _load_kept(ctx: Context, pointer: str, bytes: int) -> str:
+    """The load of what is to stay in L2, `bytes` at a time."""
     ctx.helper(f"load_kept {bytes}")
-    return ctx.helper("load_kept")
+    return f"{ctx.helper('load_kept')}({pointer}, {kept_policy(ctx)})"
+
+
+def kept_policy(ctx: Context) -> str:
+    """The constant that holds the policy of such loads, which a kernel with any defines first."""
+    return ctx.temporary("policy")
 
 
 # ---- gathers -------------------------------------------------------------------------------------------------------

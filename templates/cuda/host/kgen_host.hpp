@@ -14,7 +14,8 @@
 //   unsigned       cvt_bf16x2_f32(float hi, float lo)       two bfloat16, `hi` in the upper 16 bits
 //   float          exp2_approx(float x)                     2**x; 0 below 2**-126; ex2.approx.ftz, here exp2f
 //   void           prefetch_l2(const void* p)              a hint that *p is read soon; here nothing
-//   T              load_kept(const T* p)                     *p, which L2 is to give up last; here as any other load
+//   unsigned long long kept_policy()                         with it L2 gives up last what is loaded; here nothing
+//   T              load_kept(const T* p, policy)             *p, loaded with a policy of L2
 //   void           store_streaming<bytes>(void* p, const unsigned (&word)[n])   st.global.cs, bytes at a time
 //   void           cluster_arrive()                        the block has started: the first half of a barrier of its cluster
 //   void           cluster_wait()                          its second half: all blocks of the cluster have arrived

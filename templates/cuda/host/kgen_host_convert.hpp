@@ -53,8 +53,10 @@ inline unsigned cvt_bf16x2_f32(float hi, float lo) { return ((unsigned)cvt_bf16_
 
 inline void prefetch_l2(const void*) {}
 
+inline unsigned long long kept_policy() { return 0; }
+
 template <class T>
-inline T load_kept(const T* from) { return *from; }
+inline T load_kept(const T* from, unsigned long long) { return *from; }
 
 template <int BYTES, int WORDS>
 inline void store_streaming(void* to, const unsigned (&word)[WORDS]) {
