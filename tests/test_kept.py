@@ -170,6 +170,15 @@ def test_the_text() -> None:
     assert triton == 't_sd = tl.load(t_row + d, eviction_policy="evict_last").to(tl.float32)'
 
 
+def test_names_of_the_policy_are_for_users_too() -> None:
+    text = re.sub(r"\bx\b", "policy", re.sub(r"\bt\b", "kept_policy", text_of("table")))
+    g = torch.Generator().manual_seed(3)
+    x, t = (torch.randn(*shape, 8, generator=g).to(torch.bfloat16) for shape in ((2, 5), (5,)))
+    c = call(text, "table", policy=x, kept_policy=t)
+    assert "const unsigned long long policy_2 = kept_policy();" in cuda_kit.compiled(c).source
+    cuda_kit.check(c)
+
+
 # What one load moves, by width of a row and dtype of the table.
 WIDTHS = [(24, "bf16", 16), (4, "bf16", 8), (2, "bf16", 4), (3, "bf16", 2), (5, "i8", 1), (3, "f64", 8), (2, "f64", 16)]
 
