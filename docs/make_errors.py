@@ -7,6 +7,7 @@ from pathlib import Path
 from kgen.codegen.derive import DERIVE_CODES
 from kgen.dsl.check import check_module
 from kgen.dsl.check.codes import CHECKER_CODES
+from kgen.dsl.check.products import PRODUCT_CODES
 from kgen.dsl.check.unused import WARNING_CODES
 from kgen.dsl.codes import IMPORT_CODES, PARSER_CODES, Code
 from kgen.dsl.diagnostics import Diagnostics
@@ -35,7 +36,7 @@ _SECTIONS = (
     ("Bounds, races and in-place updates", PROOF_CODES),
     ("Derivation", DERIVE_CODES),
     ("Host programs", HOST_CODES),
-    ("Warnings", WARNING_CODES),
+    ("Warnings", (*WARNING_CODES, *PRODUCT_CODES)),
 )
 _WIDTH = 120
 

@@ -38,6 +38,7 @@ __all__ = [
     "TensorParam",
     "backward_of",
     "check_module",
+    "each_way",
     "elaborate",
     "elaborate_backward",
     "example_sizes",
@@ -81,6 +82,19 @@ def check_module(module: ast.Module, diagnostics: Diagnostics) -> None:
                 _keep(written)
     for backward in module.backwards:
         _check_backward(module, backward, sound, functions, diagnostics)
+
+
+def each_way(kernel: ast.Kernel, functions: Mapping[str, ast.Function]) -> Iterator[ir.Kernel]:
+    """The tile IR of a kernel without mistakes along every combination of its compile-time choices, with f32 for dtype
+    variables."""
+    choices, ignored = Choices(), Diagnostics()
+    signature = signature_of(kernel, ignored)
+    while True:
+        made = _elaborate(kernel, signature, functions, ignored, None, choices, F32)
+        if made is not None:
+            yield made
+        if not choices.next_path():
+            return
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from kgen.cli.app import MISTAKES, UsageError, coloured, err, out, print_json, show_error
 from kgen.cli.files import as_data, chosen, read
 from kgen.dsl import ast
+from kgen.dsl.check.products import products
 from kgen.dsl.diagnostics import Diagnostic, DslError, KgenError
 from kgen.dsl.host.unused import unused
 from kgen.dsl.source import Span
@@ -24,8 +26,8 @@ def check(
     """Check files: grammar, names, index sets, bounds and races, along every compile-time choice.
 
     Every mistake of every file is reported in one run, each with a code of docs/errors.md. Nothing is compiled. Names
-    that nothing uses are warnings (W01xx), which leave the exit code as it is. Where a kernel or an op is named,
-    mistakes in the others of its file are left out.
+    that nothing uses, and matrix products that kernels write as sums, are warnings (W01xx), which leave the exit code
+    as it is. Where a kernel or an op is named, mistakes in the others of its file are left out.
 
     Examples:
         kgen check ops/
@@ -83,8 +85,9 @@ def check(
 
 
 def _warnings(modules: list[tuple[ast.Module, set[str] | None]]) -> list[Diagnostic]:
-    """What nothing uses in the files without mistakes: a function only if none of the others imports it, and where
-    kernels and ops are chosen only what lies in them and in the backwards of kernels."""
+    """What nothing uses in the files without mistakes, and what is no work for a kernel: a function only if none of
+    the others imports it, and where kernels and ops are chosen only what lies in them and in the backwards of
+    kernels."""
     imported = {_place(f.name_span) for m, _ in modules for f in m.functions if f.name_span.source.path != m.path}
     found: list[Diagnostic] = []
     for module, names in modules:
@@ -96,7 +99,8 @@ def _warnings(modules: list[tuple[ast.Module, set[str] | None]]) -> list[Diagnos
             if names is not None and o.name in names
             for n in range(o.span.line, o.span.end_line + 1)
         }
-        for d in unused(module):
+        chosen_kernels = tuple(k for k in module.kernels if names is None or k.name in names)
+        for d in (*unused(module), *products(replace(module, kernels=chosen_kernels))):
             inside = d.span.line in lines
             if (inside or names is None) and not (d.code == "W0102" and _place(d.span) in imported):
                 found.append(d)
