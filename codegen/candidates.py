@@ -7,17 +7,25 @@ little time has tried what matters. The default schedule is always the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import log2, prod
 from typing import Any
 
 from kgen.codegen import ladders
 from kgen.codegen.knobs import MOST_BLOCKS, Knobs
-from kgen.codegen.layout import accesses, ceil_power, held, layout, vector_axis, vector_limit
+from kgen.codegen.layout import At, accesses, ceil_power, held, layout, vector_axis, vector_limit
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, prepare, schedule_kernel, schedule_prepared
+from kgen.codegen.pipeline import (
+    CAPABILITY,
+    MULTIPROCESSORS,
+    OF_ROWS,
+    is_by_elements,
+    prepare,
+    schedule_kernel,
+    schedule_prepared,
+)
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
 from kgen.codegen.variant import Variant
@@ -68,9 +76,16 @@ def candidates(
     first = Candidate(None, default, 0.0)
     seen = {_sameness(default)}
     found: list[Candidate] = []
-    for knobs in _space(default, backend):
+
+    def scheduled(knobs: Knobs) -> Scheduled:
+        return schedule_prepared(prepared, backend, num_sms=num_sms, capability=capability, knobs=knobs)
+
+    space = _space(default, backend)
+    if is_by_elements(prepared, default):
+        space = chain(_by_elements(default), _space(scheduled(OF_ROWS), backend))
+    for knobs in space:
         try:
-            made = schedule_prepared(prepared, backend, num_sms=num_sms, capability=capability, knobs=knobs)
+            made = scheduled(knobs)
         except ScheduleError:
             continue
         same = _sameness(made)
@@ -122,6 +137,13 @@ def _space(default: Scheduled, backend: str) -> Iterator[Knobs]:
         yield from _cuda_tiles(default)
     else:
         yield from _triton_tiles(default)
+
+
+def _by_elements(default: Scheduled) -> Iterator[Knobs]:
+    """Of a kernel whose rows no program holds: threads of both its launches, and programs of the second."""
+    elements = next(s for s in (default, *default.then) if s.sums is not None)
+    for threads in _around(elements.schedule.threads, 64, 1024, 2):
+        yield from _blocks(elements, Knobs(threads=threads))
 
 
 def _around(n: int, least: int, most: int, steps: int = 2) -> list[int]:
@@ -229,7 +251,26 @@ def _stages(knobs: Knobs) -> Iterator[Knobs]:
 
 def estimate(s: Scheduled, backend: str) -> float | None:
     """About how long `s` takes, in units of its memory traffic at full bandwidth if every byte moved once; None for
-    what would surely spill."""
+    what would surely spill. Partial sums of a program and what all rows share do not count beside rows."""
+    row = {a.name: a.extent.constant for a in s.kernel.tiles}
+    # Launches over rows and over their elements count together; of others the first is much like those behind it.
+    launches = [t for t in (s, *s.then) if t.sums is None or t.sums.split is not None] if s.sums is None else [s]
+    moved = 0.0
+    once: dict[tuple[str, At], float] = {}
+    for one in launches:
+        found = _launch(one, backend, row)
+        if found is None:
+            return None
+        moved += found
+        for a in accesses(one.kernel):
+            if _streams(one, a.axes) and not a.once:
+                extents = _row_extents(one, row)
+                once[a.tensor.name, a.at] = a.tensor.dtype.itemsize * prod(n for x, n in extents.items() if x in a.axes)
+    return moved / max(sum(once.values()), 1)
+
+
+def _launch(s: Scheduled, backend: str, row: Mapping[str, int]) -> float | None:
+    """About how long one launch takes: bytes of a row, at the bandwidth that its programs use. None if it spills."""
     threads = s.schedule.threads
     together = s.sums.blocks if s.sums is not None and s.schedule.programs else 1
     at_most = min(_REGISTERS, ladders.REGISTER_FILE // threads // (together if backend == "cuda" else 1))
@@ -239,10 +280,23 @@ def estimate(s: Scheduled, backend: str) -> float | None:
     programs = min(_THREADS // threads, _BLOCKS, max(1, int(ladders.REGISTER_FILE // (threads * registers))))
     if s.schedule.programs and s.sums is not None:
         programs = min(programs, together)
-    once, moved, in_flight = _traffic(s)
+    moved, in_flight = _traffic(s, row)
     in_flight /= s.schedule.cluster  # on each of its multiprocessors
     used = min(1.0, programs * in_flight / _IN_FLIGHT) if in_flight else 1.0
-    return moved / max(once, 1) / max(used, 0.05)
+    return moved / max(used, 0.05)
+
+
+def _row_extents(s: Scheduled, row: Mapping[str, int]) -> dict[str, int]:
+    """Extents of the tile indices, or of those of `row` that a flat kernel spreads over programs."""
+    flat = {a.name: row[a.name] for a in s.kernel.parallel if a.name in row}
+    return {a.name: a.extent.constant for a in s.kernel.tiles} or flat
+
+
+def _streams(s: Scheduled, axes: frozenset[str]) -> bool:
+    """Whether a value with these indices is another one in every row."""
+    if s.sums is not None and s.sums.split is not None:
+        return bool(axes & {*s.sums.over})
+    return not s.staged or bool(axes & {a.name for a in s.kernel.parallel})
 
 
 def _registers(s: Scheduled, backend: str) -> float:
@@ -273,19 +327,18 @@ def _triton_words(s: Scheduled) -> float:
     return total
 
 
-def _traffic(s: Scheduled) -> tuple[float, float, float]:
-    """(bytes of a program if each is moved once, bytes that it moves, bytes that it has in flight)."""
+def _traffic(s: Scheduled, row: Mapping[str, int]) -> tuple[float, float]:
+    """(bytes that are moved for a row, bytes that a program has in flight)."""
     kernel = s.kernel
     parallel = {a.name for a in kernel.parallel}
-    whole = {a.name: a.extent.constant for a in kernel.tiles}
+    whole = _row_extents(s, row)
+    # Of a flat kernel a program has some points of a row, else one row or more.
+    rows = s.schedule.rows / prod(whole.values()) if not kernel.tiles else s.schedule.rows
     part = held(kernel, s.schedule)
-    rows = s.schedule.rows
 
-    def size(tensor: str, axes: frozenset[str], extents: dict[str, int]) -> float:
-        own = rows if axes & parallel else 1
-        return own * kernel.tensor(tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in axes)
+    def size(tensor: str, axes: frozenset[str], extents: Mapping[str, int]) -> float:
+        return kernel.tensor(tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in axes)
 
-    once = sum({(a.tensor.name, a.at): size(a.tensor.name, a.axes, whole) for a in accesses(kernel)}.values())
     moved = in_flight = 0.0
     seen: set[str] = set()
     for step in s.steps:
@@ -293,16 +346,17 @@ def _traffic(s: Scheduled) -> tuple[float, float, float]:
         extents = {**whole, step.axis: part[step.axis]} if isinstance(step, Loop) else whole
         for statement in step.body:
             if isinstance(statement, ir.Let):
-                if not isinstance(statement.value, ir.Load):
+                if not isinstance(statement.value, ir.Load) or not _streams(s, statement.value.axes):
                     continue
                 tensor, axes = statement.value.tensor, statement.value.axes
                 again = statement.name in seen
                 seen.add(statement.name)
-                moved += size(tensor, axes, whole) * (_AGAIN if again else 1.0)
+                shared = 1.0 if axes & parallel else 1.0 / rows  # by the rows of a program
+                moved += size(tensor, axes, whole) * shared * (_AGAIN if again else 1.0)
                 if axes & parallel:
-                    flying += size(tensor, axes, extents)
-            else:
+                    flying += size(tensor, axes, extents) * rows
+            elif isinstance(statement, ir.Store):
                 names = frozenset[str]().union(*(p.symbols for p in statement.at))
                 moved += size(statement.tensor, names & frozenset(a.name for a in kernel.axes), whole)
         in_flight = max(in_flight, flying)
-    return once, moved, in_flight
+    return moved, in_flight

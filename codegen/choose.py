@@ -25,9 +25,10 @@ from kgen.codegen.normalize import statement_axes
 from kgen.codegen.online import pair, paired, steps_of
 from kgen.codegen.phases import phases
 from kgen.codegen.registers import tile_registers
-from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
+from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
+from kgen.codegen.words import row_words, tight, warps_hold, warps_hold_sums
 from kgen.dsl import ir
 
 _CLUSTERS_SINCE = 90  # compute capability
@@ -104,6 +105,8 @@ def sum_blocks(kernel: ir.Kernel, variant: Variant, backend: str, schedule: Sche
     """Programs of a sum that a multiprocessor holds at a time, all of which are started at once: as many as make
     `SUM_THREADS` threads, fewer where their registers would not fit."""
     most = max(1, ladders.SUM_THREADS // schedule.threads)
+    if backend == "triton" and tight(kernel, schedule):
+        return 1
     if backend == "triton" or not kernel.tiles:
         return most
     others = ladders.OTHER_REGISTERS * (2 if variant.wide else 1)
@@ -242,6 +245,21 @@ def _exponentials(kernel: ir.Kernel) -> bool:
     return any(pair(kernel, a.name) is not kernel for a in kernel.tiles)
 
 
+def _stores_rows(kernel: ir.Kernel) -> int:
+    """How many statements store along tile indices, or sum along them."""
+    tiles = {a.name for a in kernel.tiles}
+    return sum(bool({n for p in s.at for n in p.symbols} & tiles) for s in kernel.body if not isinstance(s, ir.Let))
+
+
+def _read_once(kernel: ir.Kernel) -> bool:
+    """Whether one pass over the chunks of a row is all that its elements are for: they need not be held for another."""
+    chunks = tuple((a.name, 1) for a in kernel.tiles)
+    if len(chunks) != 1 or _stores_rows(kernel) or _exponentials(kernel) or not _legal(kernel, dict(chunks)):
+        return False
+    passes = [s for s in phases(kernel, Schedule(32, 1, chunks=chunks)) if isinstance(s, Loop)]
+    return len(passes) == 1
+
+
 def _ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple((a.name, chunks[a.name]) for a in kernel.tiles if a.name in chunks)
 
@@ -325,28 +343,40 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     held_too = 3 if has_sums(kernel) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
     chunks: dict[str, int] = {}
+    once = held_too == 1 and _read_once(kernel)
     for axis in sorted(whole, key=lambda a: -whole[a]):
         block = _block(kernel, {**whole, **chunks})
         limit = ladders.TRITON_WHOLE if held_too == 1 else ladders.TRITON_SUM_WHOLE
-        if block * held_too <= limit and _warps_hold(kernel, block):
+        if once:
+            limit = min(limit, ladders.TRITON_ONCE)
+        if block * held_too <= limit and warps_hold(kernel, block):
             break
+        if held_too > 1 and not chunks and warps_hold_sums(kernel, variant, block):
+            return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
         if _in_place(kernel) and held_too == 1:
             most = ladders.TRITON_CHUNK_IN_PLACE[whole[axis]]
+        if once:
+            most = min(most, ladders.TRITON_ONCE)
         address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
-        while most > ladders.TRITON_SUM_CHUNK and not _warps_hold(kernel, most, address):
+        while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
             most //= 2
         chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = _block(kernel, {**whole, **chunks})
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
-    while rows > 1 and rows * _row_words(kernel) > ladders.TRITON_ROW_WORDS:
+    while rows > 1 and rows * row_words(kernel) > ladders.TRITON_ROW_WORDS:
         rows //= 2
-    if chunks and held_too == 1:
+    if chunks and held_too == 1 and not once:
         warps = (ladders.TRITON_WARPS_IN_PLACE if _in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
     else:
         warps = ladders.TRITON_WARPS[block * rows * held_too]
+        # Of rows that nothing is stored of, as many words a thread as `warps_hold` allows those of a large block.
+        while _stores_rows(kernel) == 0 and warps < ladders.TRITON_LARGE_WARPS:
+            if warps_hold(kernel, block * rows * ladders.TRITON_LARGE_WARPS // warps):
+                break
+            warps *= 2
     name = "looped" if chunks else "row"
     schedule = Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name=name)
     return replace(schedule, stages=_stages(kernel, schedule, sums=held_too > 1))
@@ -366,31 +396,6 @@ def _stages(kernel: ir.Kernel, schedule: Schedule, *, sums: bool) -> int:
     )
     most = ladders.TRITON_SUM_STAGES[_block(kernel, extents)] if sums else ladders.TRITON_STAGES
     return max(1, min(most, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))
-
-
-def _row_words(kernel: ir.Kernel) -> int:
-    """32-bit words of the values that a program has one of for each row."""
-    tiles = {a.name for a in kernel.tiles}
-    return sum(
-        max(1, s.value.dtype.bits // 32)
-        for s in kernel.body
-        if isinstance(s, ir.Let) and s.value.axes and not s.value.axes & tiles
-    )
-
-
-def _warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
-    """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps; each
-    element that is loaded has `address` registers beside it."""
-    tiles = {a.name for a in kernel.tiles}
-    total = 0.0
-    for s in kernel.body:
-        if isinstance(s, ir.Let) and s.value.axes & tiles and not isinstance(s.value, ir.Reduce):
-            words = s.value.dtype.itemsize / 4
-            if isinstance(s.value, ir.Load):
-                words = kernel.tensor(s.value.tensor).dtype.itemsize / 4
-                words = words * (1.5 if words >= 1 else 1) + address
-            total += words
-    return total * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
 
 
 def _block(kernel: ir.Kernel, extents: dict[str, int]) -> int:

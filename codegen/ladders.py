@@ -116,6 +116,10 @@ TRITON_FINISH_ROWS = 4
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 TRITON_WHOLE = 16 << 10
 TRITON_CHUNK = 16 << 10
+# The largest block of rows of which nothing is stored and that one pass is enough for, on TRITON_WARPS: there is
+# nothing to find again. What is reduced along the rows of the backward of RMSNorm, 2048x65536, takes 136 us in chunks
+# of 8K.
+TRITON_ONCE = 8 << 10
 TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
 # In place: the chunk by elements of the row, and its warps. Cross entropy in place takes 1.29 at 8192x32000 in chunks
 # of 8K on 8 warps and 1.34 in chunks of 16K on 16, 1.50 and 1.64 at 8192x50304, 1.53 and 1.50 at 4096x128256.
@@ -126,12 +130,22 @@ TRITON_WARPS_IN_PLACE = Ladder(((2 << 10, 4), (8 << 10, 8), (INF, 16)))
 # 2.5 (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.
 TRITON_TILES = 2.5
 TRITON_LARGE = 32 << 10
+TRITON_LARGE_WARPS = 16
 # Registers for the address and the mask of an element that is not part of a vector. With 3 no kernel of one or three
 # inputs spills at widths like 28001 and 50257, with 2 one of three inputs does.
 TRITON_ADDRESS = 3.0
 # With sums, which are held beside the row from the first row to the last: the backward of RMSNorm takes 1.39 at
 # 8192x8192 with the row whole and 2.29 in chunks, beside each of which the sums are loaded.
 TRITON_SUM_WHOLE = 32 << 10
+# Larger rows, on warps that have a multiprocessor to themselves, if the sums and the row as it lies in memory take so
+# many words of an element of a block of TRITON_SUM_LARGE, and all else is made again (`codegen/again.py`). The backward
+# of RMSNorm in bf16 (2 words) takes 1.18 at 4096x16384 so, 1.48 with everything held, 1.27 with the loads of two rows
+# in flight, 1.18 on 32 warps; by elements 1.70. For sm_90 nothing spills at 2 words; at 3, in f32 or with two sums, it
+# does, and where loads are no vectors. 4096x32768 takes 2.6 to 6.5 in all ways to hold it, 2048x65536 1.74 by elements
+# (8 warps and 2048 columns a program, 16 shares of the rows; twice as many are no better) and 2.29 in chunks.
+TRITON_SUM_WARPS = 16
+TRITON_SUM_TILES = 2.5
+TRITON_SUM_LARGE = 16 << 10
 TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K spills at 16 warps
 # Over how many turns of its loop a sum over programs spreads the loads of a row, by elements of the row: the backward
 # of RMSNorm takes 1.31 at 16384x4096 with 1 and 1.37 with 3, 1.40 and 1.14 at 8192x8192, 3.0 and 2.3 at 4096x16384.

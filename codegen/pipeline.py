@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from kgen.codegen.again import loaded_again
 from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.idle import idle
@@ -19,12 +20,15 @@ from kgen.codegen.overwrite import barriers
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, ahead_of_rows, spill_looped, stages, stages_by_elements
 from kgen.codegen.variant import Variant
+from kgen.codegen.words import tight
 from kgen.dsl import ir
 from kgen.dsl.garbage import collected_later
 
 # Of a device that is not there: an H100 or an H200.
 MULTIPROCESSORS = 132
 CAPABILITY = 90
+# Knobs that leave all to the ladders, but for programs that have rows.
+OF_ROWS = Knobs(rows=1)
 
 
 @collected_later()
@@ -125,6 +129,14 @@ def schedule_prepared(
     return launches(cut, out, [knobs] * len(cut))
 
 
+def is_by_elements(prepared: Prepared, scheduled: Scheduled) -> bool:
+    """Whether `scheduled`, of `prepared`, has launches for rows that no program holds."""
+    first = prepared.stages[0]
+    return (
+        first.sums is not None and bool(first.kernel.tiles) and (scheduled.sums is None or not scheduled.kernel.tiles)
+    )
+
+
 def sums_in_memory(s: Scheduled) -> bool:
     """Whether sums of a chunk are read and written for every row: what the rows are made of is rather read twice."""
     return s.sums is not None and bool(s.sums.zeroed)
@@ -177,6 +189,8 @@ def _scheduled(
             schedule = replace(schedule, programs=max(1, num_sms * blocks // schedule.cluster))
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks, multiprocessors=num_sms), schedule)
         steps = ahead_of_rows(kernel, sums, steps_of(kernel, schedule))
+    if backend == "triton" and sums is not None and sums.split is not None and tight(kernel, schedule):
+        steps = tuple(replace(s, body=loaded_again(kernel, s.body)) for s in steps)
     refuse_oversize(kernel, variant, backend, schedule, steps)
     steps = alternated(kernel, steps)
     if leaves is not None:

@@ -17,12 +17,15 @@ from sums_kit import within_bounds
 from test_build import ROOT
 from test_build import run as command
 
+import kgen
 from kgen.codegen import cuda, ladders, pipeline, triton
+from kgen.codegen.candidates import candidates
 from kgen.codegen.knobs import Knobs
 from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.schedule import Loop, Scheduled
 from kgen.codegen.traffic import traffic
 from kgen.dsl import ir
+from kgen.runtime.differential import answer, ask
 
 TEXT = (
     (ROOT / "tests" / "kernels" / "sums.kdsl").read_text()
@@ -184,7 +187,14 @@ def test_kernels(kernel: str, m: int, n: int, dtype: torch.dtype) -> None:
 
 def pasted(file: str, kernel: str, n: int, *options: str) -> str:
     """The backward of a shipped kernel as a kernel of its own."""
-    args = ("--stage", "backward", "--dtype", "bf16", "--dim", f"M=64,N={n}", *options)
+    args = (
+        "--stage",
+        "backward",
+        *(() if "--dtype" in options else ("--dtype", "bf16")),
+        "--dim",
+        f"M=64,N={n}",
+        *options,
+    )
     code, out, err = command("show", f"{ROOT / 'ops' / file}:{kernel}", *args)
     assert code == 0, err
     return out.replace("backward ", "kernel d_", 1)
@@ -280,3 +290,35 @@ def test_knobs() -> None:
     assert elements.sums is not None and elements.sums.blocks == 3
     rows, elements, _ = launches(c, "cuda", Knobs(ahead=0, blocks=3))
     assert rows.schedule.ahead == 0 and elements.sums is not None and elements.sums.blocks == 3
+
+
+@pytest.mark.parametrize(("backend", "n"), [("cuda", 140000), ("triton", 65536), ("triton", 24576)])
+def test_a_tuner_tries_rows_that_are_held_and_chunks_too(backend: str, n: int) -> None:
+    c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 2, n, BF16))
+    where, _ = cuda_kit.prepare(c)
+    found = candidates(where.kernel, where.variant, backend)
+    by_elements = [f for f in found if f.scheduled.then[0].kernel.name.endswith("_elements")]
+    held = [f for f in found if f not in by_elements]
+    assert found[0] in by_elements and len(by_elements) > 3
+    assert any(f.scheduled.schedule.chunks for f in held)
+    if backend == "cuda":
+        assert any(f.scheduled.schedule.cluster > 1 and f.scheduled.sums is not None for f in held)
+    # The row is read twice by elements; in chunks, sums are read and written beside it.
+    of_rows = [f.cost for f in held if f.scheduled.schedule.chunks]
+    assert 1.6 < min(f.cost for f in by_elements[1:]) < min(of_rows)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("n", [16384, 65536, 140003])
+@pytest.mark.parametrize("kernel", CUT)
+def test_gpu(kernel: str, n: int, backend: str) -> None:
+    """Rows as wide as it is meant for, and those that Triton just holds; the same bits at each call."""
+    module = kgen.loads(TEXT, "by_elements.kdsl")
+    for m in (1, 300):
+        made = {k: t.cuda() for k, t in arguments(kernel, m, n, BF16).items()}
+        got = answer(ask(module[kernel], made), backend, repeat=True)
+        assert got.status == "ok", got.message

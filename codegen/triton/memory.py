@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kgen.codegen.again import Again
 from kgen.codegen.triton.blocks import Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.index import Indices
 from kgen.codegen.triton.intrinsics import TYPES, lowest, stored
@@ -93,6 +94,9 @@ class Memory:
                 keywords["other"] = literal(other)
         if kept:
             keywords["eviction_policy"] = Text('"evict_last"')
+        if isinstance(e, Again):
+            # What loads do anyway; with it, the compiler does not take this one for the same as the one before.
+            keywords["cache_modifier"] = Text('".ca"')
         suffix = "" if tensor.dtype == tensor.dtype.compute else f".to({TYPES[tensor.dtype.compute.name]})"
         arguments = [str(pointer.text), *(f"{k}={v}" for k, v in keywords.items())]
         return _call_lines(f"{name} = tl.load(", arguments, f"){suffix}"), pointer.dims

@@ -1,0 +1,71 @@
+"""How many 32-bit words of its rows does a Triton program hold, and do its warps have registers for them?
+
+Triton's compiler lays values out and spills what does not fit; these estimates, whose limits are in
+`kgen.codegen.ladders`, say beforehand what would. They count tiles, an element at a time.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from kgen.codegen import ladders
+from kgen.codegen.layout import ceil_power, held, vector_limit
+from kgen.codegen.normalize import statement_axes
+from kgen.codegen.schedule import Schedule
+from kgen.codegen.variant import Variant
+from kgen.dsl import ir
+
+
+def row_words(kernel: ir.Kernel) -> int:
+    """32-bit words of the values that a program has one of for each row."""
+    tiles = {a.name for a in kernel.tiles}
+    return sum(
+        max(1, s.value.dtype.bits // 32)
+        for s in kernel.body
+        if isinstance(s, ir.Let) and s.value.axes and not s.value.axes & tiles
+    )
+
+
+def warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
+    """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps; each
+    element that is loaded has `address` registers beside it."""
+    tiles = {a.name for a in kernel.tiles}
+    total = 0.0
+    for s in kernel.body:
+        if isinstance(s, ir.Let) and s.value.axes & tiles and not isinstance(s.value, ir.Reduce):
+            words = s.value.dtype.itemsize / 4
+            if isinstance(s.value, ir.Load):
+                words = kernel.tensor(s.value.tensor).dtype.itemsize / 4
+                words = words * (1.5 if words >= 1 else 1) + address
+            total += words
+    return total * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
+
+
+def warps_hold_sums(kernel: ir.Kernel, variant: Variant, block: int) -> bool:
+    """Whether a program of `ladders.TRITON_SUM_WARPS` warps that has its multiprocessor to itself holds rows of `block`
+    elements and the sums beside them, all else made again (`kgen.codegen.again`)."""
+    vectors = all(vector_limit(kernel, variant, a.name) > 1 for a in kernel.tiles)
+    return vectors and sum_words(kernel) * block <= ladders.TRITON_SUM_TILES * ladders.TRITON_SUM_LARGE
+
+
+def sum_words(kernel: ir.Kernel) -> float:
+    """Words that an element takes from a row's first statement to its last: those of the loads of the row, as memory
+    has them, and of the sums."""
+    tiles, parallel = {a.name for a in kernel.tiles}, {a.name for a in kernel.parallel}
+    total = 0.0
+    for s in kernel.body:
+        if isinstance(s, ir.Accumulate) and statement_axes(s) & tiles and {n for p in s.at for n in p.symbols} & tiles:
+            total += s.value.dtype.itemsize / 4
+        elif isinstance(s.value, ir.Load) and s.value.axes & tiles and s.value.axes & parallel:
+            total += kernel.tensor(s.value.tensor).dtype.itemsize / 4
+    return total
+
+
+def tight(kernel: ir.Kernel, schedule: Schedule) -> bool:
+    """Whether rows that a program of a sum holds whole, and the sums, take half of its registers or more."""
+    if not kernel.tiles or schedule.chunks:
+        return False
+    extents = {a: ceil_power(n) for a, n in held(kernel, schedule).items()}
+    block = max(prod(n for a, n in extents.items() if a in statement_axes(s)) for s in kernel.body) * schedule.rows
+    registers = min(255, ladders.REGISTER_FILE // schedule.threads)
+    return 2 * sum_words(kernel) * block / schedule.threads >= registers
