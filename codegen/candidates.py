@@ -104,7 +104,7 @@ def _sameness(s: Scheduled) -> tuple[Any, ...]:
     own = s.schedule
     shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages, own.ahead, own.cluster)
     vector = max((a.vector for a in _axes(s)), default=1)
-    return (*shape, vector, *(_sameness(t) for t in s.then))
+    return (*shape, vector, own.peeled, *(_sameness(t) for t in s.then))
 
 
 def _axes(s: Scheduled) -> Iterable[Any]:
@@ -173,7 +173,9 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
     kernel, variant = default.kernel, default.variant
     own = s.threads // s.rows  # threads a row
     axis = vector_axis(kernel, variant)
-    widest = vector_limit(kernel, variant, axis) if axis is not None else 1
+    widest = s.vector if s.peeled else vector_limit(kernel, variant, axis) if axis is not None else 1
+    if s.peeled:
+        yield Knobs(peel=0)
     for ahead in (0, 1, 2, 4):
         yield Knobs(ahead=ahead)
     longest = max(a.extent.constant for a in kernel.tiles)

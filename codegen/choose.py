@@ -13,11 +13,13 @@ from math import prod
 from kgen.codegen import ladders
 from kgen.codegen.knobs import Knobs, turned
 from kgen.codegen.layout import (
+    Peel,
     accesses,
     ceil_power,
     floor_power,
     held,
     layout,
+    peel,
     vector_axis,
     vector_limit,
 )
@@ -53,7 +55,8 @@ def choose(
     `sums`: how its sums over programs are spread, if it has any. `leaves`: whether programs may have nothing to do.
     `capability`: the compute capability of the device, 90 for sm_90.
     """
-    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability)
+    wish = None if knobs is None else knobs.peel
+    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability, wish)
     out = schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
     if out.cluster > 1 and capability < _CLUSTERS_SINCE:
         raise ScheduleError(
@@ -72,6 +75,7 @@ def _default(
     sums: Sums | None,
     leaves: bool,
     capability: int,
+    wish: int | None,
 ) -> Schedule:
     if sums is not None and sums.split is None and kernel.tiles:
         return _block_finish(kernel, backend)
@@ -81,7 +85,9 @@ def _default(
         schedule = _triton_row(kernel, variant) if kernel.tiles else _triton_flat(leaves)
     else:
         schedule = (
-            _cuda_row(kernel, variant, num_sms, capability) if kernel.tiles else _cuda_flat(kernel, variant, leaves)
+            _cuda_row(kernel, variant, num_sms, capability, wish)
+            if kernel.tiles
+            else _cuda_flat(kernel, variant, leaves)
         )
     return schedule if rows_hint is None or sums is not None else _spread(kernel, schedule, backend, rows_hint, num_sms)
 
@@ -147,18 +153,30 @@ def _cuda_flat(kernel: ir.Kernel, variant: Variant, leaves: bool) -> Schedule:
     return Schedule(threads, threads * vector * slots, vector, name="flat")
 
 
-def _cuda_row(kernel: ir.Kernel, variant: Variant, num_sms: int, capability: int) -> Schedule:
-    return _ahead(kernel, _cuda_threads(kernel, variant, capability), num_sms)
+def _cuda_row(kernel: ir.Kernel, variant: Variant, num_sms: int, capability: int, wish: int | None) -> Schedule:
+    return _ahead(kernel, _cuda_threads(kernel, variant, capability, wish), num_sms)
 
 
-def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule:
+def _peeling(kernel: ir.Kernel, variant: Variant, wish: int | None) -> Peel | None:
+    """How rows are peeled, if they are: `wish` is what a knob says of it."""
+    found = None if wish == 0 else peel(kernel, variant)
+    if found is None or wish == 1:
+        return found
+    return found if kernel.axis(found.axis).extent.constant >= ladders.PEELED_VECTORS * found.vector else None
+
+
+def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: int | None) -> Schedule:
     axis = vector_axis(kernel, variant)
     vector = vector_limit(kernel, variant, axis) if axis is not None else 1
+    peeling = _peeling(kernel, variant, wish)
+    peeled = peeling is not None
+    if peeling is not None:
+        vector = peeling.vector
     sums = has_sums(kernel)
     ladder = ladders.SUM_ROW_THREADS if sums else ladders.ROW_THREADS
     threads = ladder[whole_row_bytes(kernel)]
     while True:
-        schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row"))
+        schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row", peeled=peeled))
         # A whole row on 1024 threads has its multiprocessor to itself. In place, and where exponentials are held beside
         # it, passes over chunks are better: two programs run at a time, and a row is read again from the caches.
         if schedule.threads == 1024 and schedule.rows == 1 and (_in_place(kernel) or _exponentials(kernel)):
@@ -170,10 +188,10 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int) -> Sched
         threads *= 2
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
         for cluster in (2, 4, 8):
-            spread = Schedule(1024, 1, vector, name="row", cluster=cluster)
+            spread = Schedule(1024, 1, vector, name="row", cluster=cluster, peeled=peeled)
             if _fits(kernel, variant, spread):
                 return spread
-    for looped in _looped(kernel, variant, vector):
+    for looped in _looped(kernel, variant, vector, peeled):
         if _fits(kernel, variant, looped):
             return looped
         schedule = looped
@@ -204,12 +222,14 @@ def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule
         max(ceil_power(-(-extents[a.name] // a.vector)) for a in lay.axes if a.digit == d)
         for d in range(len(lay.digits) - 1)
     )
+    # The elements around the whole vectors of a peeled row have a thread each.
+    used = max([used, *(ceil_power(a.peel.edge) for a in lay.axes if a.peel is not None)])
     a_row = min(schedule.threads, used)
     rows = max(1, ladders.SHORT_ROW_THREADS // a_row)
     return replace(schedule, threads=a_row * rows, rows=rows)
 
 
-def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedule]:
+def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> Iterator[Schedule]:
     """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
     whole = held(kernel, Schedule(32, 1))
     ladder = ladders.LOOP_THREADS_IN_PLACE if _in_place(kernel) else ladders.LOOP_THREADS
@@ -219,7 +239,7 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
-        grain = vector_limit(kernel, variant, axis)
+        grain = vector if peeled else vector_limit(kernel, variant, axis)
         beside = _beside(kernel, axis, {**whole, **chunks})
         fitting: int | None = None
         for slots in (most >> i for i in range(most.bit_length())):
@@ -228,7 +248,7 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int) -> Iterator[Schedu
             if chunk >= whole[axis] or not _legal(kernel, trial):
                 continue
             fitting = chunk
-            yield Schedule(threads, 1, vector, _ordered(kernel, trial), "looped")
+            yield Schedule(threads, 1, vector, _ordered(kernel, trial), "looped", peeled=peeled)
         if fitting is not None:
             chunks[axis] = fitting
 

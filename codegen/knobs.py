@@ -12,15 +12,19 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kgen.codegen.layout import vector_limit
+from kgen.codegen.layout import peel, vector_limit
 from kgen.codegen.origins import position
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 from kgen.dsl.knobs import KNOBS, WARP, power_of_two
 
+_NOT_PEELED = (
+    "its rows cannot be peeled: they are aligned already, or not all alike, it sums over programs, has several tile "
+    "indices, or overwrites other elements than it reads"
+)
 MOST_BLOCKS, MOST_STAGES, MOST_AHEAD = (KNOBS[name].most for name in ("blocks", "stages", "ahead"))
-_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster")
+_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster", "peel")
 _HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
           ">=": operator.ge}  # fmt: skip
 
@@ -34,8 +38,9 @@ class Knobs:
     each tile index named; at least its extent is the whole index. blocks: of a kernel that sums over programs, how many
     of them a multiprocessor is to hold. ahead: how far on the row is that a CUDA program asks L2 for, in its own rows
     where it sums over programs, else in programs a multiprocessor; 0: it asks for none. stages: how many iterations of
-    a Triton program's innermost loops are in flight at once. cluster: CTAs of a CUDA program, each of `threads`. by:
-    who set them, for people to read; it takes no part in comparisons.
+    a Triton program's innermost loops are in flight at once. cluster: CTAs of a CUDA program, each of `threads`. peel:
+    1 to take whole vectors of rows that begin at any address, 0 not to. by: who set them, for people to read; it takes
+    no part in comparisons.
     """
 
     threads: int | None = None
@@ -46,6 +51,7 @@ class Knobs:
     stages: int | None = None
     ahead: int | None = None
     cluster: int | None = None
+    peel: int | None = None
     by: str = field(default="caller", compare=False)
 
     def data(self) -> dict[str, object]:
@@ -115,6 +121,10 @@ def turned(
         raise _refused(kernel, f"ahead is {knobs.ahead}, expected 0 to {MOST_AHEAD}")
     if knobs.cluster is not None and backend != "cuda":
         raise _refused(kernel, "cluster is for CUDA alone")
+    if knobs.peel is not None and backend != "cuda":
+        raise _refused(kernel, "peel is for CUDA alone")
+    if knobs.peel not in (None, 0, 1):
+        raise _refused(kernel, f"peel is {knobs.peel}, expected 0 or 1")
     check_chunks(kernel, knobs.chunks)
     extents = {a.name: a.extent.constant for a in kernel.tiles}
     for axis, chunk in knobs.chunks:
@@ -164,8 +174,12 @@ def turned(
         cluster=cluster,
         by=knobs.by,
         ahead=ahead if rows == 1 else 0,
+        peeled=schedule.peeled and vector > 1,
     )
     check(kernel, backend, out)
+    if knobs.peel and not out.peeled:
+        raise _refused(kernel, _NOT_PEELED)
+    check_peeled(kernel, variant, out)
     if backend == "cuda" and kernel.parallel and not kernel.tiles and out.rows < out.threads:
         raise _refused(kernel, f"{out.threads} threads have {out.rows} points to take")
     return out
@@ -205,6 +219,20 @@ def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
             axis = schedule.chunks[0][0]
             raise _refused(kernel, f"a cluster of {schedule.cluster} holds a row whole, and it takes {axis} in chunks")
     check_chunks(kernel, schedule.chunks)
+
+
+def check_peeled(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> None:
+    """Refuse to peel rows that cannot be, or among too few threads: raise ScheduleError."""
+    if not schedule.peeled:
+        return
+    found = peel(kernel, variant)
+    if found is None:
+        raise _refused(kernel, _NOT_PEELED)
+    least, threads = replace(found, vector=min(found.vector, schedule.vector)).edge, schedule.team // schedule.rows
+    if threads < least:
+        raise _refused(
+            kernel, f"a row has {threads} threads; peeled, up to {least} of its elements are to have one each"
+        )
 
 
 def check_chunks(kernel: ir.Kernel, chunks: tuple[tuple[str, int], ...]) -> None:

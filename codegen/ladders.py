@@ -42,6 +42,10 @@ SHORT_ROW_THREADS = 128
 # live together and 16 spill; the largest rung keeps two programs of 256 threads on a multiprocessor.
 ROW_REGISTERS = Ladder(((256, 128), (512, 96), (INF, 36)))
 
+# Rows that begin at any address are peeled from so many vectors on, so that each lane of a warp has one: in shorter
+# ones the elements around the vectors, which have a thread each, are more than a few.
+PEELED_VECTORS = 32
+
 # 32-bit registers a thread may fill with raw tiles before weights wait to be loaded where they are used.
 PREFETCH_WORDS = 32
 

@@ -8,12 +8,20 @@ statement share a digit. Along an axis, lane `l` of slot `s` of a thread is elem
 
 where `digit` is the thread's digit of that axis. Elements at or beyond the extent are masked; a vector
 never straddles the end, as `vector` divides the extent and the chunk.
+
+Rows of a *peeled* axis begin at any address, or end within a vector. Of each, `head` elements lie in front of the first
+aligned vector, and vectors are counted from there: lane `l` of slot `s` is element
+
+    head + (s * threads + digit) * vector + l
+
+and vectors that would reach beyond the row are masked. What is left, at most `vector - 1` elements on either side, is
+the *edge*: thread `digit` has one of them, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from kgen.codegen.normalize import statement_axes
@@ -35,6 +43,13 @@ class AxisLayout:
     threads: int
     vector: int
     slots: int
+    peel: Peel | None = None  # where the row is peeled
+
+    def width(self, tensor: ir.Tensor, at: At, variant: Variant) -> int:
+        """Elements of `tensor[at]` that one instruction may move along this axis."""
+        if self.peel is not None and self.peel.lead is not None:
+            return self.vector if self.peel.like_lead(tensor, at, variant) else 1
+        return access_width(tensor, at, self.name, self.vector, variant)
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,9 @@ def layout(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Layout:
     vectors = {a: min(schedule.vector, vector_limit(kernel, variant, a)) if digit_of[a] == 0 else 1 for a in extents}
     # A chunk given by hand need not be a multiple of what the whole axis allows.
     vectors = {a: min(v, power_of_two_in(extents[a])) for a, v in vectors.items()}
+    peeled = peel(kernel, variant) if schedule.peeled else None
+    if peeled is not None:
+        return _peeled(kernel, schedule, peeled)
     left = schedule.team // schedule.rows
     counts: list[int] = []
     for d in range(max(digit_of.values()) + 1):
@@ -95,6 +113,18 @@ def layout(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Layout:
         for a, e in extents.items()
     )
     return Layout((*counts, schedule.rows), axes, AxisLayout("", schedule.rows, len(counts), schedule.rows, 1, 1))
+
+
+def _peeled(kernel: ir.Kernel, schedule: Schedule, peeled: Peel) -> Layout:
+    """The layout of a kernel whose only tile axis is peeled."""
+    (extent,) = held(kernel, schedule).values()
+    vector = min(schedule.vector, peeled.vector)
+    if schedule.chunks:
+        vector = min(vector, power_of_two_in(extent))
+    threads = schedule.team // schedule.rows
+    slots = max(1, -(-(extent // vector) // threads))
+    axis = AxisLayout(peeled.axis, extent, 0, threads, vector, slots, replace(peeled, vector=vector))
+    return Layout((threads, schedule.rows), (axis,), AxisLayout("", schedule.rows, 1, schedule.rows, 1, 1))
 
 
 def held(kernel: ir.Kernel, schedule: Schedule) -> dict[str, int]:
@@ -195,6 +225,66 @@ def vector_limit(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
     streamed = [a for a in found if a.axes & parallel and not a.once] or found
     widths = [access_width(a.tensor, a.at, axis, VECTOR_BYTES, variant) for a in streamed]
     return min([*widths, divisor(kernel.axis(axis).extent, variant)]) if widths else 1
+
+
+@dataclass(frozen=True)
+class Peel:
+    """How a row along `axis` is peeled: in vectors of `vector` elements, which begin where the elements of `lead` are
+    aligned to them. None: where the row begins, as all rows are aligned and only end within a vector."""
+
+    axis: str
+    vector: int
+    lead: Access | None
+
+    def like_lead(self, tensor: ir.Tensor, at: At, variant: Variant) -> bool:
+        """Whether the rows of `tensor[at]` begin as many elements behind an aligned address as those of `lead`, by
+        proof. A weight beside rows of odd length, for one, does not: it is accessed element by element."""
+        assert self.lead is not None  # the caller looked
+        other = self.lead.tensor
+        return (
+            variant.tensor(tensor.name).dense
+            and variant.tensor(other.name).dense
+            and tensor.shape[1:] == other.shape[1:]
+            and all(isinstance(s, Poly) for s in at)
+            and at[:-1] == self.lead.at[:-1]
+            and _starts(at, self.axis, self.vector, variant)
+        )
+
+    @property
+    def edge(self) -> int:
+        """The most elements of a row that are in no whole vector."""
+        return (self.vector - 1) * (1 if self.lead is None else 2)
+
+
+def peel(kernel: ir.Kernel, variant: Variant) -> Peel | None:
+    """How the rows of `kernel` may be peeled; None where that gives no wider vectors, or cannot be.
+
+    It can be where everything that a program streams along the only tile axis is aligned alike: x[m, n] and y[m, n] are
+    where both lie without gaps from an aligned address on. Kernels that sum over programs are left alone, as a thread
+    would have other columns in each row; so are those that overwrite other elements than they read, as the edge takes
+    no part in the order of chunks.
+    """
+    axis = kernel.tiles[0].name if len(kernel.tiles) == 1 else None
+    if axis is None or any(isinstance(s, ir.Accumulate) for s in kernel.body):
+        return None
+    parallel = {a.name for a in kernel.parallel}
+    along = [a for a in accesses(kernel) if axis in a.axes]
+    streamed = [a for a in along if contiguous(a.tensor, a.at, axis, variant) and a.axes & parallel]
+    overwritten = [a for a in along if a.tensor.role == "inout"]
+    if not streamed or any(a.at != b.at for a in overwritten for b in overwritten if a.tensor == b.tensor):
+        return None
+    vector = VECTOR_BYTES // max(a.tensor.dtype.itemsize for a in streamed)
+    widths = {access_width(a.tensor, a.at, axis, vector, variant) for a in streamed}
+    found = Peel(axis, vector, None if widths == {vector} else streamed[0])
+    if found.lead is not None and not all(found.like_lead(a.tensor, a.at, variant) for a in streamed):
+        return None
+    return found if vector > vector_limit(kernel, variant, axis) else None
+
+
+def _starts(at: At, axis: str, vector: int, variant: Variant) -> bool:
+    """Whether index 0 of `axis` is a multiple of `vector` elements behind the start of a row of memory."""
+    last = at[-1]
+    return isinstance(last, Poly) and divisor(last - Poly.sym(axis), variant) >= vector
 
 
 def divisor(p: Poly, variant: Variant) -> int:

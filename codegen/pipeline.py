@@ -11,7 +11,7 @@ from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.idle import idle
 from kgen.codegen.kept import kept
-from kgen.codegen.knobs import Knobs, check, written
+from kgen.codegen.knobs import Knobs, check, check_peeled, written
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
@@ -178,6 +178,7 @@ def _scheduled(
         knobs=knobs,
         capability=capability,
     )
+    check_peeled(kernel, variant, schedule)
     # In Triton what a thread has of several rows would be a block of rows and threads.
     if backend == "cuda" or schedule.rows == 1:
         kernel = paired(kernel, schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kgen.codegen import ladders
-from kgen.codegen.layout import Layout, access_width
+from kgen.codegen.layout import Layout
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Loop, Step
@@ -30,8 +30,9 @@ def sum_registers(kernel: ir.Kernel, lay: Layout) -> int:
 def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
     """About how many 32-bit registers a thread fills with tiles at the worst point.
 
-    A load counts as it lies in memory, packed, or a register an element where elements come one by one; a value that is
-    used once is taken to be computed where it is used. The last use of a value makes room for what is made of it.
+    A load counts as it lies in memory, packed, or a register an element where elements come one by one, and one more
+    where rows are peeled; a value that is used once is taken to be computed where it is used. The last use of a value
+    makes room for what is made of it.
     """
     used: dict[str, int] = {}
     for s in {id(s): s for step in steps for s in step.body}.values():
@@ -106,10 +107,11 @@ def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses
     if isinstance(s.value, ir.Load):
         tensor = kernel.tensor(s.value.tensor)
         size = tensor.dtype.itemsize
-        width = max([access_width(tensor, s.value.at, a.name, a.vector, variant) for a in lay.axes], default=1)
+        width = max([a.width(tensor, s.value.at, variant) for a in lay.axes], default=1)
+        edge = sum(a.peel is not None for a in lay.axes if a.name in s.value.axes)
         if width == 1:  # each with an address and a mask of its own
-            return elements * 3 // 2
-        return -(-elements * size // 4) if width * size >= 4 else elements
+            return elements * 3 // 2 + edge
+        return (-(-elements * size // 4) if width * size >= 4 else elements) + edge
     if uses == 1 and not isinstance(s.value, ir.Reduce):
         return 0
     return elements * max(1, s.value.dtype.bits // 32)

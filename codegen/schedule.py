@@ -11,7 +11,7 @@ The model is the same on both backends:
 CUDA: `threads` a CTA. In a flat kernel every thread takes vectors of `vector` consecutive points. Otherwise
 `threads // rows` threads share a row, each taking vectors of `vector` elements along the vector axis. A program may be
 a `cluster` of several CTAs (sm_90 and later), which then share one row: threads are numbered through all of them, and
-`threads` is still what each has.
+`threads` is still what each has. Rows that begin at any address may be `peeled` (`kgen.codegen.layout`).
 A kernel that sums over parallel indices (`Sums`) is persistent: the summed points are shared out among `programs`
 programs, each of which loops over its share, `rows` points at a time.
 Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply. Of a
@@ -45,6 +45,7 @@ class Schedule:
     ahead: int = 0  # CUDA: how many rows of its own, or programs, on a program asks L2 for a row
     stages: int = 1  # Triton: iterations of its innermost loops that are in flight
     cluster: int = 1  # CUDA: CTAs of a program, each of `threads`; with more than one it takes one row, whole
+    peeled: bool = False  # CUDA: whole vectors of rows that begin at any address, the elements around them one by one
     by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
 
     @property

@@ -16,10 +16,13 @@ class TensorClass:
 
     unit: its last dimension has stride 1, or extent 1 (then the stride does not matter).
     align: the largest power of two, at most 16, that divides its address and all its other strides, in bytes.
+    dense: its elements lie without gaps in the order of their subscripts, from an address that is a multiple of 16
+        bytes on. Said only where `align` is less than 16: of what is aligned throughout nobody has to know.
     """
 
     unit: bool = True
     align: int = 16
+    dense: bool = False
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,7 @@ def kernel_entry(target: Target) -> Manifest:
                 "role": t.role,
                 "innermost_stride_1": variant.tensor(t.name).unit,
                 "align_bytes": variant.tensor(t.name).align,
+                "dense": variant.tensor(t.name).dense,
             }
             for t in kernel.tensors
         ],
@@ -326,7 +327,7 @@ def kernel_entry(target: Target) -> Manifest:
             "tuned_for": {d: target.layout.dims[d] for d in kernel.dims},
         },
         "index_bits": 64 if variant.wide else 32,
-        "assumes": eject.assumptions(target),
+        "assumes": eject.assumptions(target, peeled=True),
         "backends": {},
     }
 
@@ -379,14 +380,14 @@ def launch_entry(target: Target, program: Program) -> Manifest:
         ],
         "schedule": {
             "name": s.name, "threads": s.threads, "rows": s.rows, "vector": s.vector, "chunks": dict(s.chunks),
-            "cluster": s.cluster,
+            "cluster": s.cluster, "peeled": s.peeled,
         },
         "launch_bounds": s.threads,
         "binaries": {},
     }  # fmt: skip
     if program.backend == "triton":
         out["num_warps"] = s.threads // 32
-        del out["schedule"]["vector"], out["schedule"]["cluster"]
+        del out["schedule"]["vector"], out["schedule"]["cluster"], out["schedule"]["peeled"]
     return out
 
 

@@ -41,8 +41,8 @@ def tensor_text(t: ir.Tensor, known: dict[str, int]) -> str:
     return f"{t.name}: {'inout ' if t.role == 'inout' else ''}{t.dtype}[{shape}]"
 
 
-def assumptions(target: Target) -> list[str]:
-    """What the code relies on, one sentence each."""
+def assumptions(target: Target, *, peeled: bool = False) -> list[str]:
+    """What the code relies on, one sentence each. `peeled`: it has a program that peels its rows."""
     kernel, variant, known = target.kernel, target.layout.variant, known_dims(target)
     out = []
     facts = [f"{n} = {d}" for n, d in kernel.dtypes] + [f"{n} = {literal_text(v)}" for n, v in kernel.consts]
@@ -55,6 +55,9 @@ def assumptions(target: Target) -> list[str]:
     for align in sorted({c.align for _, c in variant.tensors if c.align > 1}, reverse=True):
         names = [n for n, c in variant.tensors if c.align == align]
         out.append(f"address and other strides multiples of {align} bytes: {', '.join(names)}")
+    dense = [n for n, c in variant.tensors if c.dense]
+    if dense and peeled:
+        out.append(f"on cuda, without gaps from an address on that is a multiple of 16 bytes: {', '.join(dense)}")
     merged: dict[str, list[str]] = {}
     for m in target.merges:
         extents = " and ".join(str(kernel.axis(a).extent) for a in m.axes)
@@ -105,7 +108,7 @@ def cuda_source(target: Target, launches: Sequence[Program]) -> str:
         shares=share_texts(target, whole),
         stars=star_texts(target),
         derived=[f"{name} = {value}" for name, value in derived_dims(target).items()],
-        assumptions=assumptions(target),
+        assumptions=assumptions(target, peeled=any(p.schedule.peeled for p in launches)),
         source=first.source,
     )
 

@@ -79,7 +79,9 @@ def layout(kernel: ir.Kernel, dims: Mapping[str, int], memory: Mapping[str, Memo
         dims=known,
         multiples=_multiples(merged, sizes, dict(known), parts),
         star_ranks=tuple((d, len(p)) for d, p in parts.items()),
-        tensors=tuple((t.name, _tensor_class(t, sizes, strides[t.name], memory[t.name])) for t in merged.tensors),
+        tensors=tuple(
+            (t.name, _tensor_class(t, sizes, parts, strides[t.name], memory[t.name])) for t in merged.tensors
+        ),
         wide=_wide(merged, sizes, strides),
     )
     return Layout(merged, groups, variant, sizes, parts, {n: tuple(s) for n, s in strides.items()})
@@ -184,13 +186,36 @@ def _multiples(
     )
 
 
-def _tensor_class(t: ir.Tensor, dims: Mapping[str, int], strides: Sequence[tuple[int, ...]], m: Memory) -> TensorClass:
+def _tensor_class(
+    t: ir.Tensor,
+    dims: Mapping[str, int],
+    parts: Mapping[str, tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
+    m: Memory,
+) -> TensorClass:
     """What this call proves of a tensor's memory. A stride of 0 (expanded, or size 1) disturbs no alignment."""
     flat = [s for parts in strides for s in parts]
     one = not flat or flat[-1] == 1 or t.shape[-1].evaluate(dims) == 1
     others = flat[:-1] if one else flat
     align = gcd(_MAX_ALIGN, m.residue, *(s * m.itemsize for s in others))
-    return TensorClass(one, align)
+    dense = align < _MAX_ALIGN and m.residue == 0 and _gapless(_sizes(t, dims, parts), flat)
+    return TensorClass(one, align, dense)
+
+
+def _sizes(t: ir.Tensor, dims: Mapping[str, int], parts: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """The extents of all dimensions, those behind a starred one apart."""
+    leading = parts[str(t.shape[0])] if t.star else ()
+    return [*leading, *(p.evaluate(dims) for p in t.shape[1 if t.star else 0 :])]
+
+
+def _gapless(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie one behind the other, the last subscript fastest."""
+    step = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def _wide(kernel: ir.Kernel, dims: Mapping[str, int], strides: _Strides) -> bool:

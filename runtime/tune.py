@@ -285,6 +285,7 @@ def _figures(m: Made, job: Job) -> dict[str, Any]:
     shown = {"threads": s.threads, "rows": s.rows, "chunks": dict(s.chunks), "programs": s.programs}
     if job.backend == "cuda":
         shown |= {"vector": s.vector} | ({"cluster": s.cluster} if s.cluster > 1 else {})
+        shown |= {"peeled": True} if s.peeled else {}
     out: dict[str, Any] = {"default": m.planned.knobs is None, "schedule": shown}
     return out | ({"registers": max(r.registers for r in m.resources)} if m.resources else {})
 

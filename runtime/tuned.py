@@ -62,11 +62,11 @@ def subject(layout: Layout, backend: str) -> Subject:
 
 def assumed(layout: Layout) -> str:
     """What is assumed of memory, in a form in which no name occurs: for each tensor whether its last stride is 1 (`u`)
-    or not (`s`) and its alignment in bytes; then the divisibility of run-time sizes, and of how many parts starred
-    dimensions are."""
+    or not (`s`), or it is dense (`d`), and its alignment in bytes; then the divisibility of run-time sizes, and of how
+    many parts starred dimensions are."""
     kernel, variant = layout.kernel, layout.variant
     classes = [variant.tensor(t.name) for t in kernel.tensors]
-    parts = [f"{'u' if c.unit else 's'}{c.align}" for c in classes]
+    parts = [f"{'d' if c.dense else 'u' if c.unit else 's'}{c.align}" for c in classes]
     multiples, ranks = dict(variant.multiples), dict(variant.star_ranks)
     parts += [f"%{multiples[d]}" for d in kernel.dims if d in multiples]
     parts += [f"*{ranks[d]}" for d in kernel.dims if ranks.get(d, 1) > 1]

@@ -83,6 +83,14 @@ def run(c: Call, override: Schedule | None = None, seed: int | None = None) -> d
     """The outputs of the generated kernel; `seed` shuffles the order of threads."""
     where, tensors = prepare(c)
     program = emit(schedule_kernel(where.kernel, where.variant, "cuda", override=override))
+    launch(c, where, program, tensors, seed)
+    return {t.name: tensors[t.name] for t in c.kernel.tensors if t.role != "in"}
+
+
+def launch(
+    c: Call, where: Layout, program: Program, tensors: Mapping[str, torch.Tensor], seed: int | None = None
+) -> None:
+    """Run `program`, which has one launch, on `tensors`."""
     kernel = compile_host(host_source(program), program.entry, cache_dir=CACHE)
     values = Slots.of(program.args, where).fill(
         [tensors[t.name] for t in where.kernel.tensors], [c.scalars[s.name] for s in where.kernel.scalars]
@@ -96,7 +104,6 @@ def run(c: Call, override: Schedule | None = None, seed: int | None = None) -> d
         args,
         order_seed=seed,
     )
-    return {t.name: tensors[t.name] for t in c.kernel.tensors if t.role != "in"}
 
 
 def oracle(c: Call) -> dict[str, torch.Tensor]:

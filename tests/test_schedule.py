@@ -80,7 +80,8 @@ def groups() -> ir.Kernel:
         (32768, 1024, 1, 8, False),
         (65536, 1024, 1, 8, False),
         (262144, 1024, 1, 8, True),
-        (65537, 1024, 1, 1, True),
+        (65537, 1024, 1, 8, False),  # peeled
+        (255, 128, 4, 1, False),  # fewer vectors than a warp has lanes
     ],
 )
 def test_cuda_rows(columns: int, threads: int, rows: int, vector: int, looped: bool) -> None:
@@ -90,7 +91,7 @@ def test_cuda_rows(columns: int, threads: int, rows: int, vector: int, looped: b
 
 @pytest.mark.parametrize(
     ("columns", "vector", "cluster", "looped"),
-    [(65536, 8, 1, False), (65537, 1, 4, False), (131072, 8, 2, False), (524288, 8, 8, False), (1 << 20, 8, 1, True)],
+    [(65536, 8, 1, False), (65537, 8, 1, False), (131072, 8, 2, False), (524288, 8, 8, False), (1 << 20, 8, 1, True)],
 )
 def test_cuda_rows_in_clusters(columns: int, vector: int, cluster: int, looped: bool) -> None:
     s = schedule_kernel(norm(), variant(norm(), {"N": columns}), "cuda").schedule
@@ -220,6 +221,12 @@ def test_every_element_has_one_place(which: str, n: int, i: int, j: int) -> None
             for slot, digit, lane in itertools.product(range(a.slots), range(a.threads), range(a.vector))
         ]
         assert a.threads == lay.digits[a.digit]
+        if a.peel is not None:
+            assert s.schedule.peeled and a.peel.vector == a.vector > 1 and a.peel.lead is None and n % a.vector
+            end = a.extent if s.schedule.chunks else a.extent // a.vector * a.vector
+            assert sorted(p for p in places if p < end) == list(range(end))
+            assert n - n // a.vector * a.vector <= a.peel.edge <= a.threads
+            continue
         assert sorted(p for p in places if p < a.extent) == list(range(a.extent))
         assert a.extent % a.vector == 0
         assert (a.slots - 1) * a.threads * a.vector < a.extent  # no slot is empty

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ class Holder:
     """Where a value is: variable `name`, an array over the slots of `slots` and, if `lanes`, over lanes.
 
     `pack`: the innermost array is a pack. `missing`: the variable that says that a gather was in range, and the value
-    where it was not.
+    where it was not. `converted`: the value of an element that is held as it lies in memory.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Holder:
     pack: Pack | None = None
     in_range: str | None = None
     missing: CExpr | None = None
+    converted: CExpr | None = None
 
 
 @dataclass
@@ -88,6 +89,10 @@ class Context:
         self.packs: dict[Pack, tuple[bool, bool]] = {}
         self.lines = Lines()
         self.holders: dict[str, Holder] = {}
+        # Where a row is peeled: how, whether the element of the edge is being emitted, and where its values are.
+        self.peel = next((a.peel for a in self.layout.axes if a.peel is not None), None)
+        self.at_edge = False
+        self.edges: dict[str, Holder] = {}
         self.frame = Frame(frozenset())
         self.visible: list[set[str]] = [set()]  # constants defined in the enclosing blocks
         self.loop: tuple[str, str] | None = None  # axis and chunk variable of the loop around
@@ -157,10 +162,15 @@ class Context:
         """The value of the `Let` called `name` here. A pack's element becomes a local first."""
         if name in self.frame.locals:
             return self.frame.locals[name]
-        h = self.holders[name]
+        h = self.edges[name] if self.at_edge and name in self.edges else self.holders[name]
         where = h.name + "".join(f"[{self.slot(a)}]" for a in h.slots)
-        if h.pack is None:
+        if h.pack is None and h.converted is None:
             return CExpr(where + (f"[{self.frame.lane}]" if h.lanes else ""), h.type)
+        if h.converted is not None:
+            if not self.is_visible(f"#edge {name}"):
+                self.visible[-1].add(f"#edge {name}")
+                self.lines.add(f"const {h.type} {self.names[name]} = {h.converted};")
+            return self.local(name, h.type)
         value = f"{where}.get({self.frame.lane})"
         if h.in_range is not None:
             value = f"{h.in_range} ? {value} : {h.missing}"
@@ -192,6 +202,8 @@ class Context:
 
     def base(self, name: str) -> CExpr:
         """An index, at lane 0 of its vector, or a dimension."""
+        if self.at_edge and self.peel is not None and name == self.peel.axis:
+            return CExpr(self.peeled("edge"), "int")
         if name in self.indices:
             # Parallel indices vary inside a nest of a flat kernel only.
             axis = ROW if name in self.parallel else name
@@ -250,8 +262,24 @@ class Context:
 
     # -- layout --------------------------------------------------------------------------------------------------
     def axis(self, name: str) -> AxisLayout:
-        """The layout of a tile axis, or of the row index."""
-        return self.layout.row if name == ROW else self.layout.axis(name)
+        """The layout of a tile axis, or of the row index; at the edge of a peeled row a thread has one element."""
+        a = self.layout.row if name == ROW else self.layout.axis(name)
+        return replace(a, vector=1, slots=1) if self.at_edge and a.peel is not None else a
+
+    def peeled(self, what: str) -> str:
+        """Of a peeled row, the variable of the number of elements before the first whole vector (`head`), of the first
+        element behind the last one (`end`), or of the thread's element of the edge (`edge`)."""
+        assert self.peel is not None  # the caller looked
+        return self.temporary(f"{self.peel.axis}_{what}")
+
+    @contextmanager
+    def edge(self) -> Iterator[None]:
+        """What is emitted inside is for the thread's element of the edge of a peeled row."""
+        self.at_edge = True
+        try:
+            yield
+        finally:
+            self.at_edge = False
 
     def space(self, s: ir.Stmt) -> Space:
         """The axes of the layout that `s` runs over."""
@@ -262,7 +290,11 @@ class Context:
 
     def ordered(self, space: Space) -> list[AxisLayout]:
         """The axes of `space`, the vector axis last."""
-        axes = [self.layout.row] if self.flat and space else [a for a in self.layout.axes if a.name in space]
+        axes = (
+            [self.layout.row]
+            if self.flat and space
+            else [self.axis(a.name) for a in self.layout.axes if a.name in space]
+        )
         return sorted(axes, key=lambda a: a.vector > 1)
 
     def slots(self, space: Space) -> int:

@@ -14,7 +14,7 @@ from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.expr import expression
 from kgen.codegen.cuda.memory import kept_policy, storage_type
 from kgen.codegen.cuda.nests import NestEmitter
-from kgen.codegen.cuda.plan import Nest, Plan, Shape, plan
+from kgen.codegen.cuda.plan import Nest, Plan, Shape, Space, plan
 from kgen.codegen.cuda.prefetch import emit_prefetch, row_ahead
 from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
@@ -59,7 +59,7 @@ class _Emitter:
         self.steps = self.ctx.steps
         ctx = self.ctx
         carried = 0 if ctx.flat else sum_registers(ctx.kernel, ctx.layout)
-        self.shape = Shape(ctx.space, ctx.slots, self._words, self._streamed, carried)
+        self.shape = Shape(ctx.space, self._slots, self._words, self._streamed, carried)
         self.waiting = set[str]()  # tensors that are read slot by slot, see `Plan`
 
     def program(self) -> Program:
@@ -70,7 +70,8 @@ class _Emitter:
             if (ahead := row_ahead(ctx)) is not None:
                 emit_prefetch(ctx, ahead, "the row of a program that follows")
             self._steps()
-            before = [*indices.prologue(ctx), *self._pointers()]
+            vectors = indices.peeled(ctx)  # which asks for what the others define
+            before = [*indices.prologue(ctx), *self._pointers(), *vectors]
         else:
             before = emit_sums(ctx, sums, self._steps, self._stores, self._pointers)
         if "load_kept" in ctx.helpers:
@@ -155,19 +156,19 @@ class _Emitter:
                 ctx.lines.span = s.span
                 accumulators[s.name] = declare(ctx, s)
         finished = dict(accumulators)
+        peeled = ctx.peel is not None
+        if peeled:
+            self._edge_loads(step, escaping, accumulators)
         ctx.lines.gap()
         chunk = ctx.temporary(f"{step.axis}_chunk")
-        extent, by = ctx.extent_constant(step.axis), ctx.chunk_constant(step.axis)
         ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()
         outside = dict(ctx.holders)
         ctx.lines.span = None
-        header = f"for (int {chunk} = 0; {chunk} < {extent}; {chunk} += {by})"
         if step.down:
             ctx.lines.add("// From the last chunk back: what was read last is still in the caches.")
-            header = f"for (int {chunk} = ({extent} - 1) / {by} * {by}; {chunk} >= 0; {chunk} -= {by})"
         # The vectors of one chunk are the loads in flight; NVRTC unrolls short loops whole, until registers spill.
         ctx.lines.add("#pragma unroll 1")
-        with ctx.block(header):
+        with ctx.block(indices.chunks(ctx, step)):
             with ctx.capture() as inner:
                 if self._body(step.body, escaping, accumulators):
                     ctx.barrier()  # the slots are written again in the next pass
@@ -176,6 +177,8 @@ class _Emitter:
             ctx.lines.extend(inner)
         ctx.loop = None
         ctx.holders = {**outside, **{n: ctx.holders[n] for n in finished}}
+        if peeled:
+            self._edge(step, escaping, accumulators)
         for acc in finished.values():
             if acc.against is not None and isinstance(acc.reduce, Partial) and acc.reduce.shift is not None:
                 ctx.holders[acc.reduce.shift] = Holder(acc.against, acc.holder.type)
@@ -184,8 +187,7 @@ class _Emitter:
     def _body(self, body: tuple[ir.Stmt, ...], escaping: set[str], accumulators: dict[str, Accumulator]) -> bool:
         """The statements of a step; whether threads met at a barrier for a reduction."""
         ctx = self.ctx
-        overwritten = {t.name for t in ctx.kernel.tensors if t.role == "inout"}
-        todo = plan(body, self.shape, escaping, set(accumulators), overwritten)
+        todo = self._plan(body, escaping, accumulators)
         nests = NestEmitter(ctx, todo, accumulators)
         self.waiting |= {s.value.tensor for s in body if isinstance(s.value, ir.Load) and _name(s) in todo.waiting}
         met = False
@@ -201,6 +203,36 @@ class _Emitter:
                 if phase is not todo.phases[-1]:
                     self._stay_packed(body, todo)
         return met
+
+    def _plan(self, body: tuple[ir.Stmt, ...], escaping: set[str], accumulators: dict[str, Accumulator]) -> Plan:
+        overwritten = {t.name for t in self.ctx.kernel.tensors if t.role == "inout"}
+        return plan(body, self.shape, escaping, set(accumulators), overwritten)
+
+    def _edge_loads(self, step: Loop, escaping: set[str], accumulators: dict[str, Accumulator]) -> None:
+        """In front of a pass over the chunks of a peeled row: its loads at the edge, which nothing waits for yet."""
+        ctx = self.ctx
+        todo = self._plan(step.body, escaping, accumulators)
+        ctx.edges = {}
+        ctx.lines.gap()
+        with ctx.edge():
+            for nest in self._prefetch(todo):
+                NestEmitter(ctx, todo, accumulators).part(nest)
+
+    def _edge(self, step: Loop, escaping: set[str], accumulators: dict[str, Accumulator]) -> None:
+        """Behind the pass: one chunk more, of the elements of the edge."""
+        ctx = self.ctx
+        todo = self._plan(step.body, escaping, accumulators)
+        nests = NestEmitter(ctx, todo, accumulators, inside_edge=True)
+        outside = dict(ctx.holders)
+        ctx.lines.gap()
+        ctx.lines.span = None
+        ctx.lines.add("// What is left of the row.")
+        with ctx.edge(), ctx.block(f"if ({indices.at_edge(ctx)})"):
+            for phase in todo.phases:
+                assert not phase.reductions  # all of the only tile axis, and finished behind the pass
+                for nest in phase.nests:
+                    nests.part(nest)
+        ctx.holders = outside
 
     def _stay_packed(self, body: tuple[ir.Stmt, ...], todo: Plan) -> None:
         """Between two phases: large tiles stay as they were loaded. NVRTC would hold on to the elements that it has
@@ -225,6 +257,11 @@ class _Emitter:
             space = self.ctx.space(load)
             nests.setdefault(space, Nest(space)).items.append(load)
         return list(nests.values())
+
+    def _slots(self, space: Space) -> int:
+        """Slots of `space` in one thread, its element of the edge of a peeled row among them."""
+        ctx = self.ctx
+        return ctx.slots(space) + (ctx.peel is not None and ctx.peel.axis in space)
 
     def _words(self, load: ir.Let) -> int:
         """32-bit registers that the raw tile of `load` fills in a thread."""
@@ -281,6 +318,8 @@ class _Emitter:
             rows = f"{s.rows} rows" if s.rows > 1 else "one row"
             vectors = [f"vectors of {a.vector} along {a.name}" for a in ctx.layout.axes if a.vector > 1]
             out.append(", ".join([threads, rows, *vectors]) + ".")
+            if ctx.peel is not None:
+                out.append(f"Elements of {ctx.peel.axis} that are in no whole vector are taken one by one.")
         if ctx.scheduled.sums is not None:
             out.append(sums_remark(ctx, ctx.scheduled.sums))
         if self.waiting:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kgen.codegen.cuda.context import ROW, Context
+from kgen.codegen.cuda.memory import outer_part
 from kgen.codegen.cuda.plan import Space
 from kgen.codegen.cuda.text import COND, CExpr, binary, cast, integer
 from kgen.codegen.layout import AxisLayout
+from kgen.codegen.schedule import Loop
 from kgen.dsl import ir
 
 
@@ -24,13 +26,72 @@ def masks(ctx: Context, space: Space) -> list[str]:
             out.append(f"{ctx.temporary('p')} < {ctx.temporary('points')}")
             continue
         whole = ctx.kernel.axis(a.name).extent.constant
+        if ctx.at_edge and a.peel is not None:
+            out.append(at_edge(ctx))
+            continue
         if ctx.loop is not None and ctx.loop[0] == a.name:
             if reach > a.extent:
                 out.append(f"{ctx.base(a.name)} < {ctx.loop[1]} + {ctx.chunk_constant(a.name)}")
-            if whole % a.extent:
+            if a.peel is not None:
+                out.append(f"{ctx.base(a.name)} < {ctx.peeled('end')}")
+            elif whole % a.extent:
                 out.append(f"{ctx.base(a.name)} < {ctx.extent_constant(a.name)}")
+        elif a.peel is not None:
+            out.append(f"{ctx.base(a.name)} < {ctx.peeled('end')}")
         elif reach > whole:
             out.append(f"{ctx.base(a.name)} < {ctx.extent_constant(a.name)}")
+    return out
+
+
+def chunks(ctx: Context, step: Loop) -> str:
+    """The header of a pass over the chunks of an axis: those of a peeled one begin with its first whole vector."""
+    v, first, end = ctx.temporary(f"{step.axis}_chunk"), "0", ctx.extent_constant(step.axis)
+    if ctx.peel is not None:
+        first, end = "0" if ctx.peel.lead is None else ctx.peeled("head"), ctx.peeled("end")
+    by = ctx.chunk_constant(step.axis)
+    if not step.down:
+        return f"for (int {v} = {first}; {v} < {end}; {v} += {by})"
+    if first == "0":
+        return f"for (int {v} = ({end} - 1) / {by} * {by}; {v} >= 0; {v} -= {by})"
+    last = f"{first} + ({end} - 1 - {first}) / {by} * {by}"
+    return f"for (int {v} = {last}; {v} >= {first}; {v} -= {by})"
+
+
+def at_edge(ctx: Context) -> str:
+    """The condition under which the thread has an element of the edge of a peeled row."""
+    assert ctx.peel is not None  # the caller looked
+    return f"{ctx.peeled('edge')} < {ctx.extent_constant(ctx.peel.axis)}"
+
+
+def peeled(ctx: Context) -> list[str]:
+    """Where the whole vectors of a peeled row begin and end, and which element around them the thread has: to be
+    defined behind the pointers to rows."""
+    if ctx.peel is None:
+        return []
+    (a,) = ctx.layout.axes
+    head, end, edge, extent = (*map(ctx.peeled, ("head", "end", "edge")), ctx.extent_constant(a.name))
+    thread, lead, v = ctx.thread(a.digit), ctx.peel.lead, a.vector
+    mine = f"// the one of this thread, if < {extent}"
+    if lead is None:
+        out = [
+            f"// Aligned vectors of the row end at {end}; each element behind them has a thread.",
+            f"const int {end} = {extent} / {v} * {v};",
+            f"const int {edge} = {end} + {thread};  {mine}",
+        ]
+    else:
+        # From offsets, as the tensor begins aligned: of a pointer that is made a number the compiler believes anything.
+        offset = outer_part(ctx, lead.tensor, lead.at, {}) or integer(0)
+        count = f"({v} - {binary('%', offset, integer(v))}) % {v}"
+        if ctx.kernel.axis(a.name).extent.constant < v - 1:
+            count = f"min(int({count}), {extent})"
+        out = [
+            f"// Aligned vectors of the row lie from {head} up to {end}; each element around them has a thread.",
+            f"const int {head} = {count};",
+            f"const int {end} = {head} + ({extent} - {head}) / {v} * {v};",
+            f"const int {edge} = {thread} < {head} ? {thread} : {end} + ({thread} - {head});  {mine}",
+        ]
+    if a.name in ctx.prologue:
+        out.append(f"const int {ctx.names[a.name]} = {_tile_index(ctx, a)};")
     return out
 
 
@@ -65,7 +126,7 @@ def thread_and_tiles(ctx: Context) -> tuple[list[str], list[str]]:
     out: list[str] = []
     indices: list[str] = []
     for a in ctx.layout.axes:
-        if a.name in need:
+        if a.name in need and a.peel is None:
             indices.append(f"const int {ctx.names[a.name]} = {_tile_index(ctx, a)};")
     # Digits are asked for by the lines above, so they are defined last and written first.
     digits: list[str] = []
@@ -112,9 +173,12 @@ def _position(ctx: Context, a: AxisLayout) -> CExpr:
 def _tile_index(ctx: Context, a: AxisLayout) -> CExpr:
     position = _position(ctx, a)
     if ctx.loop is not None and ctx.loop[0] == a.name:
-        chunk = CExpr(ctx.loop[1], "int")
-        return binary("+", chunk, position) if position.text != "0" else chunk
-    return position
+        first = CExpr(ctx.loop[1], "int")
+    elif a.peel is not None and a.peel.lead is not None:
+        first = CExpr(ctx.peeled("head"), "int")
+    else:
+        return position
+    return binary("+", first, position) if position.text != "0" else first
 
 
 def first_row(ctx: Context) -> CExpr:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kgen.codegen.cuda.context import ROW, Context, is_zero
 from kgen.codegen.cuda.expr import constant, converted, expression, polynomial
@@ -15,7 +15,7 @@ from kgen.codegen.cuda.text import (
     cast,
     compute_type,
 )
-from kgen.codegen.layout import access_width, contiguous
+from kgen.codegen.layout import contiguous
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import BF16, BOOL, F16, F32, F64, DType
@@ -45,12 +45,14 @@ def pack_of(ctx: Context, tensor: ir.Tensor, at: At, lane_axis: str | None) -> P
     """The pack in which the lanes of `tensor[at]` along `lane_axis` are moved; None where one by one."""
     if lane_axis is None:
         return None
-    lanes = ctx.axis(lane_axis).vector
-    axis = ctx.fastest if lane_axis == ROW else lane_axis
-    assert axis is not None  # a lane axis has a name, or is the row index of a kernel with parallel indices
-    if not contiguous(tensor, at, axis, ctx.variant):
+    spread = ctx.axis(lane_axis)
+    lanes = spread.vector
+    if lane_axis == ROW:
+        assert ctx.fastest is not None  # the row index of a kernel with parallel indices
+        spread = replace(spread, name=ctx.fastest)
+    if not contiguous(tensor, at, spread.name, ctx.variant):
         return None
-    width = access_width(tensor, at, axis, lanes, ctx.variant) * tensor.dtype.itemsize
+    width = spread.width(tensor, at, ctx.variant) * tensor.dtype.itemsize
     return Pack(tensor.dtype, lanes, width) if width >= 4 else None
 
 
@@ -151,11 +153,12 @@ def read_pack(ctx: Context, let: ir.Let, pack: Pack, place: Address) -> str:
     return _load_kept(ctx, pointer, pack.bytes) if let.name in ctx.scheduled.kept else f"*{pointer}"
 
 
-def read_element(ctx: Context, let: ir.Let, tensor: ir.Tensor, place: Address) -> CExpr:
-    """The element that `let` loads from `place`, widened to its compute type."""
-    if let.name not in ctx.scheduled.kept:
-        return loaded(ctx, tensor.dtype, place.element)
-    return loaded(ctx, tensor.dtype, CExpr(_load_kept(ctx, place.pointer, tensor.dtype.itemsize), ""))
+def read_element(ctx: Context, let: ir.Let, tensor: ir.Tensor, place: Address, *, raw: bool = False) -> CExpr:
+    """The element that `let` loads from `place`: as it lies in memory if `raw`, else widened to its compute type."""
+    element = place.element
+    if let.name in ctx.scheduled.kept:
+        element = CExpr(_load_kept(ctx, place.pointer, tensor.dtype.itemsize), "")
+    return element if raw else loaded(ctx, tensor.dtype, element)
 
 
 def _load_kept(ctx: Context, pointer: str, bytes: int) -> str:

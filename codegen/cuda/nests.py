@@ -11,6 +11,7 @@ from kgen.codegen.cuda.memory import (
     Address,
     address,
     gather_subscripts,
+    loaded,
     missing_value,
     narrowed,
     outer_part,
@@ -33,8 +34,12 @@ from kgen.dsl.affine import Poly
 class NestEmitter:
     """Emits the nests of one body. `accumulators`: reductions whose variables are defined; new ones are added."""
 
-    def __init__(self, ctx: Context, plan: Plan, accumulators: dict[str, Accumulator]) -> None:
+    def __init__(
+        self, ctx: Context, plan: Plan, accumulators: dict[str, Accumulator], *, inside_edge: bool = False
+    ) -> None:
+        """inside_edge: all stands in a block in which the thread has an element of the edge of a peeled row."""
         self.ctx = ctx
+        self.inside_edge = inside_edge
         self.plan = plan
         self.accumulators = accumulators
         self.rows: dict[str, str] = {}  # gathers of a whole row: the pointer to it
@@ -43,7 +48,14 @@ class NestEmitter:
         self.in_block = False  # whether the statements of the current nest stand in a loop or condition of their own
 
     def emit(self, nest: Nest) -> None:
-        """The nest at the current place: declarations of what outlives it, then the loops."""
+        """The nest at the current place; along a whole row that is peeled, for the thread's element of the edge too."""
+        self.part(nest)
+        if self.ctx.peel is not None and self.ctx.peel.axis in nest.space and self.ctx.loop is None:
+            with self.ctx.edge():
+                self.part(nest)
+
+    def part(self, nest: Nest) -> None:
+        """Declarations of what outlives the nest, then the loops."""
         ctx = self.ctx
         items = [s for s in nest.items if not (isinstance(s, ir.Let) and ctx.is_visible(s.name))]
         if not items:
@@ -52,7 +64,7 @@ class NestEmitter:
         if stored & ctx.unsynced:
             ctx.barrier()
         ctx.frame = Frame(nest.space)
-        conditions = indices.masks(ctx, nest.space)
+        conditions = [] if self.inside_edge else indices.masks(ctx, nest.space)
         self.guards = {id(s): self._guard(s) for s in items if not isinstance(s, ir.Let)}
         lasting = any(isinstance(s, ir.Let) and (s.name in self.plan.kept or _is_reduce(s)) for s in items)
         if len(set(self.guards.values())) == 1 and not lasting:
@@ -122,11 +134,26 @@ class NestEmitter:
             return
         if self._gathers_rows(let):
             self.ranges[let.name] = self._row(let)
-        if let.name in self.plan.kept and (self.in_block or self._varies(let)):
+        if let.name in self.plan.kept and ctx.at_edge and self.in_block:
+            self._declare_edge(let)
+        elif let.name in self.plan.kept and (self.in_block or self._varies(let)):
             slots = ctx.looped_slots(nest.space)
             h = Holder(ctx.names[let.name], compute_type(let.value.dtype), slots, self._varies(let))
             ctx.holders[let.name] = h
             ctx.lines.add(f"{h.type} {h.name}{_sizes(ctx, h)};")
+
+    def _declare_edge(self, let: ir.Let) -> None:
+        """The variable of the value at the edge of a peeled row. What is loaded is held as it lies in memory, so that
+        nothing waits for it where it is loaded."""
+        ctx = self.ctx
+        name, type = ctx.names.fresh(f"{let.name}_edge"), compute_type(let.value.dtype)
+        h = Holder(name, type)
+        if isinstance(let.value, ir.Load) and not _is_gather(let):
+            dtype = ctx.kernel.tensor(let.value.tensor).dtype
+            h = Holder(name, type, converted=loaded(ctx, dtype, CExpr(name, "")))
+            type = storage_type(dtype)
+        ctx.edges[let.name] = h
+        ctx.lines.add(f"{type} {name};")
 
     def _declare_pack(self, let: ir.Let, pack: Pack, nest: Nest, in_range: str | None) -> None:
         ctx = self.ctx
@@ -270,12 +297,19 @@ class NestEmitter:
         else:
             self._define(s, expression(s.value, ctx))
 
+    def _raw(self, let: ir.Let) -> bool:
+        """Whether `let` fills a variable that holds an element as it lies in memory."""
+        ctx = self.ctx
+        return (
+            ctx.at_edge and let.name in self.plan.kept and self.in_block and ctx.edges[let.name].converted is not None
+        )
+
     def _element(self, let: ir.Let, load: ir.Load) -> CExpr:
         """One element from memory."""
         ctx = self.ctx
         tensor = ctx.kernel.tensor(load.tensor)
         if all(isinstance(s, Poly) for s in load.at):
-            return read_element(ctx, let, tensor, address(ctx, tensor, load.at, {}))
+            return read_element(ctx, let, tensor, address(ctx, tensor, load.at, {}), raw=self._raw(let))
         if let.name in self.ranges:
             values = {i: CExpr("0", "int") for i, s in enumerate(load.at) if not isinstance(s, Poly)}
             place = address(ctx, tensor, load.at, values, row=self.rows[let.name])
@@ -289,7 +323,7 @@ class NestEmitter:
         ctx = self.ctx
         varies = ctx.frame.lane is not None
         if let.name in self.plan.kept and (self.in_block or varies):
-            h = ctx.holders[let.name]
+            h = (ctx.edges if ctx.at_edge else ctx.holders)[let.name]
             where = "".join(f"[{ctx.slot(a)}]" for a in h.slots) + (f"[{ctx.frame.lane}]" if h.lanes else "")
             ctx.lines.add(f"{h.name}{where} = {value};")
             return
@@ -297,7 +331,7 @@ class NestEmitter:
         ctx.lines.add(f"const {type} {ctx.local(let.name, type)} = {value};")
         if not varies:
             ctx.visible[-1].add(let.name)
-            ctx.holders[let.name] = Holder(ctx.names[let.name], type)
+            (ctx.edges if ctx.at_edge else ctx.holders)[let.name] = Holder(ctx.names[let.name], type)
 
     def _store(self, s: ir.Store | ir.Accumulate, out: str) -> None:
         ctx = self.ctx

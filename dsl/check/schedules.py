@@ -157,6 +157,9 @@ class Schedules:
         if "ahead" in sizes and not self.tiles:
             hint = "remove it: only a kernel with tile indices asks ahead"
             raise self.fail("K0242", "'ahead' is for kernels with tile indices", spans["ahead"], hint)
+        if "peel" in sizes and not self.tiles:
+            hint = "remove it: only a kernel with tile indices has rows to peel"
+            raise self.fail("K0242", "'peel' is for kernels with tile indices", spans["peel"], hint)
         chunked = [x for x in s.settings if x.name == CHUNK and x.value != WHOLE]
         if rows is not None and rows > 1 and any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             summed = {n for b in self.scope.body if isinstance(b, ir.Accumulate) for p in b.at for n in p.symbols}

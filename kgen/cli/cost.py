@@ -288,6 +288,7 @@ def _launch_data(la: LaunchCost) -> dict[str, Any]:
             "chunks": dict(s.chunks),
             "stages": s.stages,
             "cluster": s.cluster,
+            "peeled": s.peeled,
         },
         "programs": la.asked.programs,
         "requests": {

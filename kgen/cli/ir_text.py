@@ -54,9 +54,10 @@ def scheduled_text(scheduled: Scheduled) -> str:
     s = scheduled.schedule
     chunks = "".join(f", {axis} in chunks of {chunk}" for axis, chunk in s.chunks)
     name = f"{s.name}: " if s.name else ""
+    peeled = " that begin at any address" if s.peeled else ""
     stages = f", {s.stages} iterations of a loop in flight" if s.stages > 1 else ""
     threads = f"{s.threads} threads" + (f" in each of {s.cluster} blocks of a cluster" if s.cluster > 1 else "")
-    out = [f"# {name}{threads}, {s.rows} rows a program, vectors of {s.vector}{chunks}{stages}"]
+    out = [f"# {name}{threads}, {s.rows} rows a program, vectors of {s.vector}{peeled}{chunks}{stages}"]
     by = "a tuned schedule" if s.by == "tuned" else s.by
     out.append(f"# chosen by {by}" if by == "ladders" else f"# set by {by}, the rest chosen by ladders")
     v = scheduled.variant
@@ -64,6 +65,7 @@ def scheduled_text(scheduled: Scheduled) -> str:
     for t, c in v.tensors:
         out.append(
             f"# {t}: innermost stride {'1' if c.unit else 'any'}, address, other strides multiples of {c.align} bytes"
+            + (", dense" if c.dense else "")
         )
     if v.wide:
         out.append("# 64-bit index arithmetic")
