@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _data_ptr = torch.Tensor.data_ptr
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (int, float, bool)
+_key_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_NEGATIVE = torch._C.DispatchKey.Negative
 _ALIGNED = 15  # the bits of an address that are zero
 
 
@@ -102,9 +105,11 @@ def _guards(
 def guardable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether guards of these tensors are all that a call depends on. Under a mode or a transform calls are looked up
     each time, and so are those of tensors that are not aligned, and those with one tensor for two arguments, as torch's
-    guards take each once."""
+    guards take each once. Inside what a mode does in place of an operator, as in the first run of a compiled graph,
+    dispatch keys are left out by which guards tell lazy negation apart."""
     return (
         not modes()
+        and not _key_excluded(_NEGATIVE)
         and not torch._C._are_functorch_transforms_active()
         and _trusted()  # which must not be asked under one of them
         and 0 < len({id(t) for t in tensors}) == len(tensors)
@@ -163,7 +168,21 @@ def _negated(x: torch.Tensor) -> torch.Tensor:
 @cache
 def _trusted() -> bool:
     """Whether torch has these guards, and they tell apart what they must: they are not part of its public interface.
-    Asked once a process, so that the answer must not depend on the inference mode or the default device around."""
+
+    Asked once a process, and of a thread of its own: there is no inference mode and no default device, and it is not
+    inside an operator, with dispatch keys left out.
+    """
+    found: list[bool] = []
+    try:
+        thread = Thread(target=lambda: found.append(_tell_apart()))
+        thread.start()
+        thread.join()
+    except RuntimeError:  # the interpreter is about to end
+        return False
+    return found == [True]
+
+
+def _tell_apart() -> bool:
     try:
         with torch.inference_mode(False):
             x = torch.zeros(4, 6, dtype=torch.float32, device="cpu")

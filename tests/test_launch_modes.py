@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,9 +30,16 @@ def warm(module: kgen.KernelModule, x: torch.Tensor, w: torch.Tensor) -> None:
         module.scaled(x, w, backend="cuda")
 
 
+def inside_a_mode() -> AbstractContextManager[Any]:
+    """The state of a thread while a mode does what is in place of an operator."""
+    key, left_out = torch._C.DispatchKey, torch._C.DispatchKeySet
+    return cast(Any, torch._C)._ExcludeDispatchKeyGuard(left_out(key.Negative) | left_out(key.ADInplaceOrView))
+
+
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no grad": torch.no_grad,
     "inference": torch.inference_mode,
+    "inside a mode": inside_a_mode,
     "another default device": lambda: torch.device("meta"),
 }
 
@@ -41,6 +48,23 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_whether_guards_are_trusted_does_not_hang_on_the_first_call(around: str) -> None:
     with AROUND[around]():
         assert recent._trusted.__wrapped__()
+
+
+def test_calls_inside_what_a_mode_does_are_not_recognised_by_guards_that_see_less(
+    module: kgen.KernelModule, looked_up: list[str]
+) -> None:
+    x, w = integers(4, 8), integers(8)
+    module.scaled(x, w, backend="cuda")
+    for _ in range(2):
+        before = len(looked_up)
+        with inside_a_mode():
+            for _ in range(2):
+                module.scaled(x, w, backend="cuda")
+            negated = module.scaled(recent._negated(x), w, backend="cuda")
+        assert len(looked_up) == before + 3
+        assert torch.equal(negated, scaled(-x, w, 2.0, 0.0, 0, False))
+    module.scaled(x, w, backend="cuda")
+    assert len(looked_up) == before + 3
 
 
 def test_a_first_call_under_a_mode_asks_nothing(module: kgen.KernelModule, looked_up: list[str]) -> None:
