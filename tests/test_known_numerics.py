@@ -382,6 +382,21 @@ def test_erf_in_every_binade(backend: str, device: str) -> None:
     assert torch.equal(y[:4].view(torch.int32), special.clamp(-1.0, 1.0)[:4].view(torch.int32)) and y[4].isnan()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_negative_of_zero_is_negative(backend: str, device: str, dtype: torch.dtype) -> None:
+    source = """kernel f(x: T[N]) -> (y: T[N], z: T[N]):
+    parallel n in N
+    y[n] = -x[n]
+    z[n] = 1.0 / -x[n]
+"""
+    x = torch.tensor([0.0, -0.0, 1.5, -math.inf, math.inf], dtype=dtype, device=device)
+    y, z = kgen.loads(source).f(x, backend=backend)
+    assert torch.equal(y, -x) and torch.equal(y.signbit(), ~x.signbit())
+    assert z.tolist() == [-math.inf, math.inf, float((1.0 / -x)[2]), 0.0, 0.0]
+    assert z.signbit().tolist() == [True, False, True, False, True]
+
+
 # ---- cross entropy ---------------------------------------------------------------------------------------------------
 
 

@@ -53,7 +53,8 @@ def spell(fn: str, args: list[Text], dtype: DType, operand: DType) -> Text:
     if fn in _OPERATORS:
         return binary(_OPERATORS[fn], args[0], args[1])
     if fn == "neg":
-        return unary("-", args[0])
+        # Triton subtracts from +0, which makes +0 of +0.
+        return binary("*", args[0], literal(-1.0)) if dtype.kind == "float" else unary("-", args[0])
     if fn == "not":
         return unary("~", args[0])
     if fn == "div":
