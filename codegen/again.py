@@ -2,7 +2,8 @@
 
 A program that holds a row whole, and sums beside it, has no register to spare while its threads wait for each other.
 Sums that need no reduction are added to before; of what the statements behind it need, loads that do not depend on the
-row (weights) are made again, from the L1 cache, and what comes from them is computed again. Loads of the row stay.
+row (weights) are made again, from the L1 cache, and what comes from them is computed again. So are loads of the row of
+which a value was made before that is needed behind too: it is wider than they are. Others stay as they were loaded.
 
 Changes the order of statements, never that of the additions to one sum.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from kgen.codegen.names import fresh, taken_names
 from kgen.codegen.normalize import with_children
-from kgen.codegen.phases import refs
+from kgen.codegen.phases import below, refs
 from kgen.dsl import ir
 
 
@@ -38,12 +39,11 @@ class _Order:
         self.taken = taken_names(kernel)
         self.lets = {s.name: s for s in body if isinstance(s, ir.Let)}
         self.level: dict[str, int] = {}  # reductions that are finished before, one after the other
-        self.renewed: set[str] = set()  # made again behind a reduction
         self.made: set[str] = set()
         for s in self.lets.values():
             self.level[s.name] = self._level(s)
-            if self._renews(s):
-                self.renewed.add(s.name)
+        of_weights = self._renewed(frozenset())
+        self.renewed = self._renewed(self._across(of_weights))  # made again behind a reduction
 
     def statements(self) -> tuple[ir.Stmt, ...]:
         """All of them."""
@@ -67,13 +67,27 @@ class _Order:
     def _level(self, s: ir.Stmt) -> int:
         return max((self.level[n] + isinstance(self.lets[n].value, ir.Reduce) for n in refs(s.value)), default=0)
 
-    def _renews(self, s: ir.Let) -> bool:
-        e = s.value
-        if not e.axes & self.tiles or isinstance(e, ir.Reduce):
-            return False
-        if isinstance(e, ir.Load):
-            return not e.axes & self.parallel and e.tensor not in self.overwritten
-        return bool(refs(e) & self.renewed)
+    def _renewed(self, loads: frozenset[str]) -> frozenset[str]:
+        """What is made again if weights and the `loads` are."""
+        out: set[str] = set()
+        for s in self.lets.values():
+            e = s.value
+            if not e.axes & self.tiles or isinstance(e, ir.Reduce):
+                continue
+            if isinstance(e, ir.Load):
+                again = (not e.axes & self.parallel or s.name in loads) and e.tensor not in self.overwritten
+            else:
+                again = bool(refs(e) & out)
+            if again:
+                out.add(s.name)
+        return frozenset(out)
+
+    def _across(self, renewed: frozenset[str]) -> frozenset[str]:
+        """The loads below computed values of tiles that would be held across a reduction."""
+        held = {n for s in self.body for n in refs(s.value) - renewed if self._level(s) > self.level[n]}
+        values = {n: self.lets[n].value for n in self.lets}
+        wide = [n for n in held if values[n].axes & self.tiles and not isinstance(values[n], ir.Load | ir.Reduce)]
+        return frozenset(x for n in wide for x in below(values[n], values) if isinstance(values[x], ir.Load))
 
     def _below(self, roots: Iterable[ir.Stmt], done: Mapping[str, str]) -> set[str]:
         """The `Let`s among `roots` and below them that are not there yet."""

@@ -52,7 +52,8 @@ def separated(kernel: ir.Kernel, fresh: Callable[[str], str]) -> Separated | Non
     values = _RowValues(kernel, fresh)
     parts: list[ir.Kernel] = []
     for key in order:
-        body = values.body(groups[key], key[0])
+        # Stores first: what they need is then no longer held beside the sums.
+        body = values.body(sorted(groups[key], key=lambda s: isinstance(s, ir.Accumulate)), key[0])
         if body is None:
             return None
         axes = tuple(replace(a, kind="parallel") for a in kernel.axes if a.name not in tiles - key[0])

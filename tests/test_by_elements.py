@@ -86,8 +86,9 @@ kernel reversed(x: inout T[M, N]) -> (s: f32[N]):
     parallel m in M
     tile n in N
     old = x[m, n]
+    most = max(old, n)
     x[m, n] = x[m, N - 1 - n] * 0.5
-    s[n] += old
+    s[n] += old * most
 
 kernel scaled(r: inout f32[M], x: T[M, N]) -> (s: f32[N]):
     parallel m in M
@@ -274,6 +275,15 @@ def test_what_the_launches_ask_for(backend: str) -> None:
     splits = elements.programs // blocks
     assert asked["w"].read == 2 * n * splits
     assert asked["d_w_partial"].written == 4 * n * splits
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize(("n", "ragged"), [(4096, False), (4100, True)])
+def test_columns_are_masked_where_programs_have_too_many(n: int, ragged: bool) -> None:
+    c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 3, n, BF16))
+    text = triton.emit(launches(c, "triton")[0]).launches[1].source
+    assert ("mask=" in text) == ragged
+    within_bounds(c, sums_kit.run(c, "triton"))
 
 
 # ---- who asks for it -----------------------------------------------------------------------------------------------

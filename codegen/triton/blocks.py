@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from kgen.codegen.schedule import Scheduled
 from kgen.codegen.triton.text import Text
@@ -60,8 +61,10 @@ class Blocks:
         self._innermost = scheduled.row_axes[-1].name if scheduled.row_axes else None
         dims: list[Dim] = []
         if kernel.parallel and rows > 1:
-            # Whether the last program is full depends on the run-time number of rows.
-            dims.append(Dim(ROW, rows // self.vector, None, ragged=True))
+            # Whether the last program is full depends on the run-time number of rows, if it is not known.
+            points = prod((a.extent for a in scheduled.row_axes), start=Poly.const(1))
+            ragged = not points.is_constant or points.constant % rows != 0
+            dims.append(Dim(ROW, rows // self.vector, None, ragged))
             if self.vector > 1:
                 dims.append(Dim(LANE, self.vector, self.vector, ragged=False))
         for a in kernel.tiles:

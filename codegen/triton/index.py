@@ -151,7 +151,7 @@ def program_indices(
     out.append(Definition(flat_index, str(start), note))
 
     mask = ""
-    if ROW in blocks.dims:
+    if ROW in blocks.dims and blocks.dims[ROW].ragged:
         mask = fresh(f"mask_{flat_index}")
         count = product([indices.code(e).text for e in extents])
         note = ""
