@@ -188,7 +188,7 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
     for threads in _around(max(own, 256), 64, 1024, 3):
         for chunks in _chunkings(default, [threads * widest * slots for slots in (1, 2, 4, 8)]):
             yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=chunks))
-    for threads, cluster in product((1024, 512), (1, 2, 4, 8)):
+    for threads, cluster in product((1024, 512, 256), (1, 2, 4, 8)):
         # No smaller ones than give each thread a vector.
         if s.cluster > 1 or (cluster > 1 and threads * cluster * widest <= longest):
             yield from _blocks(default, Knobs(threads=threads, rows=1, chunks=_whole(default), cluster=cluster))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 from kgen.codegen import ladders
@@ -113,6 +114,8 @@ def sum_blocks(kernel: ir.Kernel, variant: Variant, backend: str, schedule: Sche
     most = max(1, ladders.SUM_THREADS // schedule.threads)
     if backend == "triton" and tight(kernel, schedule):
         return 1
+    if schedule.cluster > 1:
+        most = min(most, ladders.SUM_CLUSTER_BLOCKS)
     if backend == "triton" or not kernel.tiles:
         return most
     others = ladders.OTHER_REGISTERS * (2 if variant.wide else 1)
@@ -187,8 +190,8 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
             break
         threads *= 2
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
-        for cluster in (2, 4, 8):
-            spread = Schedule(1024, 1, vector, name="row", cluster=cluster, peeled=peeled)
+        for threads, cluster in product(ladders.SUM_CLUSTER_THREADS if sums else (1024,), (2, 4, 8)):
+            spread = Schedule(threads, 1, vector, name="row", cluster=cluster, peeled=peeled)
             if _fits(kernel, variant, spread):
                 return spread
     for looped in _looped(kernel, variant, vector, peeled):
@@ -324,7 +327,8 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
 def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
     kernel = paired(kernel, schedule)
     steps = steps_of(kernel, schedule)
-    budget = ladders.ROW_REGISTERS[schedule.threads]
+    held = ladders.SUM_CLUSTER_REGISTERS if has_sums(kernel) and schedule.cluster > 1 else ladders.ROW_REGISTERS
+    budget = held[schedule.threads]
     return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= budget
 
 

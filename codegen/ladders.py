@@ -48,6 +48,12 @@ PEELED_VECTORS = 32
 
 # 32-bit registers a thread may fill with raw tiles before weights wait to be loaded where they are used.
 PREFETCH_WORDS = 32
+# 32-bit registers of what is loaded ahead of its use of weights that wait: two 16-byte vectors, or all slots where the
+# registers hold them. RMSNorm 2048x65536 takes 1.12 where each slot loads its weights, 1.06 one slot ahead and 1.05 two
+# slots ahead, the first two right behind the reduction (1.06 in front of its barrier, where 8 bytes spill, and 1.6 with
+# all eight slots, most of which spill). Its backward takes 1.36 without, 1.30 with all four slots in front of the
+# barrier, where other kernels of that shape spill with more than two.
+WAITING_WORDS = 8
 
 # Beyond this a thread is refused rather than compiled: it has 255 registers, and unrolled code grows with the tile.
 REGISTERS_LARGEST = 1024
@@ -95,6 +101,13 @@ LOOP_SUM_SLOTS = 2
 # 0.047 ms with 128 threads and eight: a 16-byte vector a thread, as the sums of its elements are held unpacked.
 SUM_ROW_THREADS = Ladder(((1 << 10, 64), (2 << 10, 128), (4 << 10, 256), (8 << 10, 512), (INF, 1024)))
 SUM_THREADS = 1024
+# Rows too wide for a CTA, in clusters: the threads of each CTA, in order of preference, and the registers that one of
+# them may fill with tiles and sums. Four 16-byte vectors a thread of each tensor, and two CTAs of 256 threads on a
+# multiprocessor, of which one works while the other waits for its cluster: the backward of RMSNorm 2048x65536 takes
+# 1.36 in 8 CTAs of 256 threads, 1.40 in 4 of 512, 1.44 in 8 of 512 (with two vectors), 1.57 in 4 of 1024 (likewise).
+SUM_CLUSTER_THREADS = (256, 512, 1024)
+SUM_CLUSTER_REGISTERS = Ladder(((512, 72), (INF, 36)))
+SUM_CLUSTER_BLOCKS = 2
 # How many programs a multiprocessor further on is the row that a program asks for, by bytes of its own. With 1, RMSNorm
 # takes 1.01 at 16384x4096 (1.04 without), 1.02 at 8192x8192 (1.04) and 1.03 at 4096x16384 (1.05), LayerNorm 16384x4096
 # 1.02 (1.04). Larger rows push each other out of L2: 2048x65536 takes 1.63 (1.13), softmax 8192x32000 1.31 (1.09).
@@ -104,7 +117,10 @@ ROW_AHEAD = Ladder(((32 << 10, 1), (INF, 0)))
 SUM_AHEAD = 1
 # 32-bit registers of a multiprocessor, and about how many a thread needs beside its tiles.
 REGISTER_FILE = 64 << 10
+MOST_REGISTERS = 255  # of a thread
 OTHER_REGISTERS = 28
+# About how many it has beside the elements of a row at least: add_rms_norm f32 16384 holds 16 in 32 registers.
+FEWEST_REGISTERS = 16
 # Adding up the shares: small programs, so that the few thousand elements of a target reach many multiprocessors.
 FINISH_THREADS = 64
 # Where blocks of 32 columns are proved, 16 threads share out the rows of a column: latency, not bandwidth, counts.

@@ -136,8 +136,8 @@ def share_texts(target: Target, program: Program) -> list[str]:
         f"{word}: those of the device ({multiprocessors(program)} in the timings of the schedule). Any number of",
         "shares from 1 on is right; more than run at once take no less time. It alone decides the order of a sum.",
         *(
-            f"Of {s.dim}, as many as cudaOccupancyMaxActiveClusters says: clusters need {s.cluster} multiprocessors "
-            "that lie together."
+            f"Of {s.dim}, as many as cudaOccupancyMaxActiveClusters says are best: a cluster of {s.cluster} blocks "
+            "needs multiprocessors that lie together."
             for s in found
             if s.cluster > 1
         ),

@@ -82,6 +82,11 @@ class Share:
     def text(self, multiprocessors: str, spell: Spell = str, ceil: str = "ceil({} / {})", floor: str = "//") -> str:
         """As many as fill the device: `max(1, min(8 * multiprocessors, ceil(M / 8)))`."""
         most = f"{self.resident} * {multiprocessors}"
+        if self.cluster > 2 * self.resident:
+            # A cluster lies in one part of the chip, and what is left there serves no other: of clusters of 4, 132
+            # multiprocessors run 33 at a time or, on an H200 whose parts are cut otherwise, 30. A formula cannot ask
+            # the driver, so it leaves an eighth: a share that had to wait would double the time of all.
+            most = f"{self.resident} * (7 * {multiprocessors} {floor} 8)"
         if self.cluster > 1:
             most += f" {floor} {self.cluster}"
         if self.blocks.constant is None:

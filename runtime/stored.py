@@ -160,12 +160,13 @@ def _launch_data(launch: driver.DeviceLaunch) -> dict[str, Any]:
     return {
         "binary": launch.binary, "index": launch.index, "entry": f.entry, "grid": f.grid, "cluster": f.cluster,
         "threads": f.threads, "shared": f.shared, "nulls": f.nulls, "dtypes": f.dtypes, "values": f.slots.values,
-        "tensors": f.slots.tensors, "scalars": f.slots.scalars,
+        "tensors": f.slots.tensors, "scalars": f.slots.scalars, "resident": f.resident,
     }  # fmt: skip
 
 
 def _read(kernel: Kernel, d: dict[str, Any]) -> ReadyCall | None:
-    """The call that `_data` told; None where the cache has lost one of its cubins."""
+    """The call that `_data` told; None where the cache has lost one of its cubins, or a sum would have other shares on
+    this device than on the one of its name that the call was made ready on."""
     device = torch.device(d["device"])
     arguments = [
         Argument(name, tuple(shape), tuple(strides), TORCH[DTYPES[dtype]], written, is_input)
@@ -197,8 +198,9 @@ def _launch(d: dict[str, Any], event: events.Launch) -> driver.DeviceLaunch | No
     pairs = [tuple((i, k) for i, k in d[name]) for name in ("tensors", "scalars")]
     slots = Slots(tuple(d["values"]), pairs[0], pairs[1])
     form = driver.Form(
-        d["entry"], d["grid"], d["cluster"], d["threads"], d["shared"], d["nulls"], tuple(d["dtypes"]), slots
-    )
+        d["entry"], d["grid"], d["cluster"], d["threads"], d["shared"], d["nulls"], tuple(d["dtypes"]), slots,
+        d["resident"],
+    )  # fmt: skip
     function = driver.loaded.get((d["binary"], form.entry, d["index"]))
     if function is None:
         payload = CACHE.get(d["binary"])
@@ -208,4 +210,8 @@ def _launch(d: dict[str, Any], event: events.Launch) -> driver.DeviceLaunch | No
         binary = driver.Binary(cubin, form.threads, form.shared, form.nulls, d["binary"])
         function = driver.load(binary, form.entry, d["index"])
         events.count(f"load:{event.executor}")
+    if form.resident:
+        here = driver.resident_clusters(function, d["index"], form.cluster, form.threads, form.shared)
+        if here != form.resident:
+            return None
     return driver.DeviceLaunch(function, d["index"], form, d["binary"])

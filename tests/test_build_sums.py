@@ -24,6 +24,7 @@ from kgen.codegen.cuda import host_source
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Schedule
 from kgen.codegen.tolerance import compare
+from kgen.dsl.affine import Poly
 from kgen.dsl.parser import parse_text
 from kgen.runtime import build as building
 from kgen.runtime import launches
@@ -290,16 +291,28 @@ for name in {names!r}:
         assert f"{w['dtype']}[{', '.join(w['shape'])}], {w['bytes']} bytes" in head
     assert f"SPLITS = {own['shares'][0]['programs']}" in head
     in_clusters = entry(built, "hostile", "clustered")["backends"]["cuda"]
-    assert in_clusters["launches"][0]["schedule"]["cluster"] == in_clusters["shares"][0]["blocks_per_program"] == 2
+    assert in_clusters["launches"][0]["schedule"]["cluster"] == in_clusters["shares"][0]["blocks_per_program"] == 4
     head = (built / "hostile" / "clustered.cu").read_text().split("\n\n")[0]
-    assert "//   grid    SPLITS * 2 blocks" in head and "//   cluster 2 blocks, which is compiled in" in head
-    assert "SPLITS = max(1, min(1 * multiprocessors // 2, M))" in head and "cudaOccupancyMaxActiveClusters" in head
+    assert "//   grid    SPLITS * 4 blocks" in head and "//   cluster 4 blocks, which is compiled in" in head
+    assert "SPLITS = max(1, min(2 * multiprocessors // 4, M))" in head and "cudaOccupancyMaxActiveClusters" in head
     zeroed = entry(built, "hostile", "chunked")["backends"]["cuda"]["workspaces"]
     assert [w["zeroed"] for w in zeroed] == [True]
     assert "zero before the first launch" in (built / "hostile" / "chunked.cu").read_text()
     by_elements = entry(built, "hostile", "wide")["backends"]["cuda"]
     assert [launch["entry"] for launch in by_elements["launches"]] == ["wide", "wide_elements", "wide_finish"]
     assert [w["shape"] for w in by_elements["workspaces"]] == [["M"], ["SPLITS", str(WIDE)]]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cluster", "shares"),
+    [(1, 1, 132), (2, 1, 264), (1, 2, 66), (2, 4, 66), (2, 8, 28), (1, 4, 28), (1, 8, 14)],
+)
+def test_formulas_leave_room_for_clusters_that_find_no_place(blocks: int, cluster: int, shares: int) -> None:
+    """More than two multiprocessors that lie together are not everywhere to be had; a call asks the driver instead."""
+    one = launches.Count(Poly.const(1))
+    share = launches.Share("SPLITS", launches.Count(Poly.sym("M")), one, blocks, cluster)
+    assert eval(share.text("132"), {"max": max, "min": min, "M": 2048}) == shares
+    assert eval(share.text("132"), {"max": max, "min": min, "M": 3}) == 3
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])

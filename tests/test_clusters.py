@@ -24,6 +24,8 @@ from kgen.codegen.tolerance import compare, error_bound
 from kgen.dsl.parser import parse_text
 from kgen.runtime import nvrtc
 from kgen.runtime.ahead import Choices, target
+from kgen.runtime.backends import driver
+from kgen.runtime.backends.launch import Slots
 from kgen.runtime.differential import answer, ask
 from kgen.runtime.host_executor import HostLaunchError
 
@@ -260,24 +262,27 @@ def chosen(kernel: str, n: int, dtype: torch.dtype = BF16, **how: Any) -> Schedu
 
 
 @pytest.mark.parametrize(
-    ("kernel", "n", "dtype", "cluster"),
+    ("kernel", "n", "dtype", "cluster", "threads"),
     [
-        ("rms_norm_grad", 16384, BF16, 1),
-        ("rms_norm_grad", 32768, BF16, 2),
-        ("rms_norm_grad", 65536, BF16, 4),
-        ("rms_norm_grad", 131072, BF16, 8),
-        ("rms_norm_grad", 65536, F32, 8),
-        ("rms_norm", 65536, BF16, 1),
-        ("rms_norm", 131072, BF16, 2),
-        ("rms_norm", 262144, BF16, 4),
-        ("rms_norm", 65536, F32, 2),
+        ("rms_norm_grad", 16384, BF16, 1, 1024),
+        ("rms_norm_grad", 32768, BF16, 4, 256),
+        ("rms_norm_grad", 65536, BF16, 8, 256),
+        ("rms_norm_grad", 131072, BF16, 8, 512),
+        ("rms_norm_grad", 65536, F32, 8, 512),
+        ("scaled_sums", 65536, BF16, 8, 512),
+        ("rms_norm", 65536, BF16, 1, 1024),
+        ("rms_norm", 131072, BF16, 2, 1024),
+        ("rms_norm", 262144, BF16, 4, 1024),
+        ("rms_norm", 65536, F32, 2, 1024),
     ],
 )
-def test_rows_too_wide_for_a_block_are_held_by_a_cluster(kernel: str, n: int, dtype: torch.dtype, cluster: int) -> None:
+def test_rows_too_wide_for_a_block_are_held_by_a_cluster(
+    kernel: str, n: int, dtype: torch.dtype, cluster: int, threads: int
+) -> None:
     schedule = chosen(kernel, n, dtype)
-    assert (schedule.cluster, schedule.threads, schedule.chunks) == (cluster, 1024, ())
-    older = chosen(kernel, n, dtype, capability=80)  # chunks, or another launch for sums
-    assert older.cluster == 1 and (older.name == "row") == (cluster == 1)
+    assert (schedule.cluster, schedule.threads, schedule.chunks) == (cluster, threads, ())
+    older = chosen(kernel, n, dtype, capability=80)  # chunks, or rows without their sums, which other launches make
+    assert older.cluster == 1 and (older == schedule if cluster == 1 else bool(older.chunks) or kernel != "rms_norm")
 
 
 def test_several_reductions_of_a_row_are_taken_in_chunks() -> None:
@@ -286,7 +291,13 @@ def test_several_reductions_of_a_row_are_taken_in_chunks() -> None:
 
 
 def test_programs_of_a_sum_are_clusters() -> None:
-    assert chosen("rms_norm_grad", 65536).programs == 132 // 4
+    for n, cluster, blocks in ((32768, 4, 2), (65536, 8, 2), (131072, 8, 1)):
+        c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 1, n, BF16))
+        where, _ = cuda_kit.prepare(c)
+        made = schedule_kernel(where.kernel, where.variant, "cuda")
+        assert made.sums is not None and made.sums.blocks == blocks
+        assert made.schedule.programs == blocks * 132 // cluster
+        assert f"__launch_bounds__(THREADS, {blocks})" in emit(made).source
 
 
 @pytest.mark.parametrize(
@@ -307,7 +318,7 @@ def test_knobs() -> None:
     assert Knobs.read(Knobs(cluster=4).data(), "x") == Knobs(cluster=4)
     wide = chosen("softmax", 131072, knobs=Knobs(cluster=4))
     assert wide.cluster == 4 and not wide.chunks
-    assert chosen("rms_norm_grad", 65536, knobs=Knobs(cluster=8)).programs == 132 // 8
+    assert chosen("rms_norm_grad", 65536, knobs=Knobs(cluster=8, threads=1024)).programs == 132 // 8
     assert chosen("rms_norm_grad", 65536, knobs=Knobs(chunks=(("n", 4096),))).cluster == 1
     assert chosen("rms_norm_grad", 65536, knobs=Knobs(cluster=1, threads=512, chunks=(("n", 4096),))).cluster == 1
     with pytest.raises(ScheduleError, match=r"cluster of 2 thread blocks; the device is of sm_80, .* have no clusters"):
@@ -335,6 +346,8 @@ def test_candidates_of_a_tuner() -> None:
         found = candidates(where.kernel, where.variant, "cuda", most=200)
         clusters = {c.scheduled.schedule.cluster for c in found}
         assert clusters >= {1, 4, 8} and clusters <= {1, 2, 4, 8}
+        shapes = {(c.scheduled.schedule.threads, c.scheduled.schedule.cluster) for c in found}
+        assert kernel != "rms_norm_grad" or shapes >= {(256, 8), (512, 4), (512, 8), (1024, 4), (1024, 8)}
         older = candidates(where.kernel, where.variant, "cuda", most=200, capability=86)
         assert {c.scheduled.schedule.cluster for c in older} == {1}
     narrow, _ = cuda_kit.prepare(call(TEXT, "rms_norm", **arguments("rms_norm", 1, 1024, BF16)))
@@ -354,10 +367,10 @@ def test_a_sum_has_as_many_programs_as_the_driver_says_run_at_a_time(
     kernel = kgen.loads(TEXT)["rms_norm_grad"]
     got = kernel(**made, backend="cuda")
     sums, finish = machine.seen
-    assert (sums.grid, sums.block, sums.attributes) == ((2 * programs, 1, 1), (1024, 1, 1), 0)
+    assert (sums.grid, sums.block, sums.attributes) == ((4 * programs, 1, 1), (256, 1, 1), 0)
     assert programs in sums.arguments and finish.arguments.count(programs) == 1
     ((entry, config),) = machine.asked
-    assert (entry, config.gridDimX, config.blockDimX, config.numAttrs) == ("rms_norm_grad", 2, 1024, 0)
+    assert (entry, config.gridDimX, config.blockDimX, config.numAttrs) == ("rms_norm_grad", 4, 256, 0)
     within_bounds(call(TEXT, "rms_norm_grad", **made), dict(zip(("d_x", "d_w"), got, strict=True)))
 
 
@@ -390,14 +403,14 @@ def test_files_for_several_architectures_have_no_cluster_if_one_lacks_them() -> 
     module = parse_text(TEXT, "rows.kdsl")
     declared = next(k for k in module.kernels if k.name == "rms_norm_grad")
     made = target(module, declared, Choices(dims={"M": 8, "N": 65536}, dtype="bf16"))
-    assert "__cluster_dims__(4, 1, 1)" in made.launches("cuda", ("sm_90", "sm_100a"))[0].source
+    assert "__cluster_dims__(8, 1, 1)" in made.launches("cuda", ("sm_90", "sm_100a"))[0].source
     assert "__cluster_dims__" not in made.launches("cuda", ("sm_80", "sm_90"))[0].source
 
 
 def test_text_is_for_readers() -> None:
     c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 1, 65536, BF16))
     source = host_source(cuda_kit.compiled(c))
-    assert "1024 threads a block, 4 blocks a cluster (sm_90 or later)" in source
+    assert "256 threads a block, 8 blocks a cluster (sm_90 or later)" in source
     for line in source.splitlines():
         name = re.match(r"\s*(?:const )?(?:constexpr )?(?:int|float) (\w+)(?:\[.*\])* =", line)
         assert name is None or len(re.findall(rf"\b{name[1]}\b", source)) > 1, line
@@ -437,3 +450,42 @@ def test_gpu_knobs() -> None:
             made = {name: t.cuda() for name, t in arguments(kernel, 37, n).items()}
             got = answer(ask(module[kernel], made), "cuda", repeat=True)
             assert got.status == "ok", f"{kernel} in a cluster of {cluster}: {got.message}"
+
+
+MEET = """
+extern "C" __global__ void __cluster_dims__({cluster}, 1, 1) __launch_bounds__({threads})
+meet(int* started, int* met, int clusters) {{
+    if (threadIdx.x == 0) {{
+        if (blockIdx.x % {cluster} == 0) atomicAdd(started, 1);
+        const long long until = clock64() + 400000000;
+        while (atomicAdd(started, 0) < clusters && clock64() < until) __nanosleep(1000);
+        if (atomicAdd(started, 0) >= clusters) atomicAdd(met, 1);
+    }}
+    __syncthreads();
+}}
+"""
+
+
+@pytest.mark.parametrize("compiles_alone", [pytest.param(False, marks=pytest.mark.gpu), True], ids=["gpu", "compiled"])
+@pytest.mark.parametrize(("threads", "cluster", "shared"), [(1024, 4, 120 << 10), (256, 8, 100 << 10), (512, 8, 0)])
+def test_the_driver_knows_how_many_clusters_run_at_a_time(
+    threads: int, cluster: int, shared: int, compiles_alone: bool
+) -> None:
+    """Clusters that wait until all have started: of as many as the driver says all do, of one more the last does not
+    start before the others give up."""
+    major, minor = (9, 0) if compiles_alone else torch.cuda.get_device_capability()
+    cubin = nvrtc.compile_cuda(MEET.format(threads=threads, cluster=cluster), "meet", f"sm_{major}{minor}").cubin
+    if compiles_alone:
+        return
+    function = driver.load(driver.Binary(cubin, threads, shared, 0), "meet", 0)
+    resident = driver.resident_clusters(function, 0, cluster, threads, shared)
+    assert 0 < resident <= torch.cuda.get_device_properties(0).multi_processor_count * 2048 // (threads * cluster)
+    slots = Slots((0, 0, 0), ((0, 0), (1, 1)), ((2, 0),))
+    for clusters in (resident, resident + 1):
+        counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+        form = driver.Form("meet", clusters, cluster, threads, shared, 0, ("i32", "i32", "i32"), slots)
+        tensors = [counts[0], counts[1]]
+        driver.DeviceLaunch(function, 0, form)(tensors, [clusters], [t.data_ptr() for t in tensors])
+        started, met = counts.tolist()
+        assert started == clusters
+        assert (met == clusters * cluster) == (clusters == resident), f"{met} blocks of {clusters} clusters met"

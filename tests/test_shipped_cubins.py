@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from test_build import run
 
 from kgen.dsl import ast
 from kgen.dsl.modules import load
+from kgen.dsl.parser import parse_text
 from kgen.runtime.ahead import Choices, binary, target
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
@@ -57,3 +59,18 @@ def test_norms_and_softmax_at_any_width(width: int, backend: str) -> None:
         compiled = target(module, kernel, Choices(dims={dim: width}, dtype="bf16"))
         made = binary(compiled, compiled.program(backend), "sm_90")
         assert made.resources.local_bytes == 0, f"{name}: {made.resources}"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("width", [8192, 16384, 20001, 32768, 65536, 131072])
+@pytest.mark.parametrize("file", ["rms_norm.kdsl", "layer_norm.kdsl", "add_rms_norm.kdsl"])
+def test_backward_of_norms_at_any_width(file: str, width: int, dtype: str) -> None:
+    """Rows in one block, in the several of a cluster, and in none."""
+    code, text, err = run("show", OPS / file, "--stage", "backward", "--dtype", dtype, "--dim", f"N={width}")
+    assert code == 0, err
+    module = parse_text(text.replace("backward ", "kernel d_", 1), file)
+    compiled = target(module, module.kernels[-1], Choices(dims={"N": width}, dtype=dtype))
+    program = compiled.program("cuda")
+    for part in (program, *program.then):
+        made = binary(compiled, part, "sm_90")
+        assert made.resources.local_bytes == 0, f"{part.entry}: {made.resources}"

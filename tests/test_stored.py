@@ -190,6 +190,22 @@ def test_another_environment_compiles_again(path: Path, monkeypatch: pytest.Monk
     assert planned(path, call)[1] == 0
 
 
+def test_a_device_that_runs_another_number_of_clusters_has_other_shares(path: Path, machine: FakeDriver) -> None:
+    x = whole(9, 20000)
+
+    def call(module: kgen.KernelModule) -> torch.Tensor:
+        return module.totals(x, backend="cuda")
+
+    for resident, plans in ((5, 1), (5, 0), (3, 1), (3, 0), (1000, 1)):
+        machine.clusters = resident
+        driver.loaded.clear()
+        result, made = planned(path, call)
+        assert torch.equal(result, x.sum(0)) and made == plans
+        sums, finish = machine.seen[-2:]
+        assert sums.grid == (4 * min(resident, 9), 1, 1)
+        assert {min(resident, 9)} <= {*sums.arguments} & {*finish.arguments}
+
+
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of the generator, of which the fixture `restarted` makes another process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context, Holder
@@ -193,13 +194,16 @@ class _Emitter:
         met = False
         for nest in self._prefetch(todo):
             nests.emit(nest)
-        for phase in todo.phases:
+        for i, phase in enumerate(todo.phases):
             for nest in phase.nests:
                 ctx.lines.gap()
                 nests.emit(nest)
             if phase.reductions:
                 ctx.lines.span = phase.reductions[0].span
-                met |= finish(ctx, [accumulators[r.name] for r in phase.reductions])
+                parts = [accumulators[r.name] for r in phase.reductions]
+                following = [nest for later in todo.phases[i + 1 : i + 2] for nest in later.nests]
+                met |= finish(ctx, parts, partial(nests.waiting.before_barrier, following))
+                nests.waiting.behind_barrier(following)
                 if phase is not todo.phases[-1]:
                     self._stay_packed(body, todo)
         return met

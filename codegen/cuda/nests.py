@@ -25,6 +25,7 @@ from kgen.codegen.cuda.plan import Nest, Plan
 from kgen.codegen.cuda.prelude import Pack
 from kgen.codegen.cuda.reduce import Accumulator, array_shape, declare, rescale, take
 from kgen.codegen.cuda.text import CExpr, compute_type, conditional
+from kgen.codegen.cuda.waiting import Waiting
 from kgen.codegen.phases import statement_axes
 from kgen.codegen.schedule import Finish
 from kgen.dsl import ir
@@ -42,6 +43,7 @@ class NestEmitter:
         self.inside_edge = inside_edge
         self.plan = plan
         self.accumulators = accumulators
+        self.waiting = Waiting(ctx, plan)
         self.rows: dict[str, str] = {}  # gathers of a whole row: the pointer to it
         self.ranges: dict[str, str] = {}  # those that are not loaded in packs: whether the row is in range
         self.guards: dict[int, str] = {}
@@ -63,6 +65,7 @@ class NestEmitter:
         stored = {s.tensor for s in items if not isinstance(s, ir.Let)}
         if stored & ctx.unsynced:
             ctx.barrier()
+        self.waiting.behind_barrier([nest])
         ctx.frame = Frame(nest.space)
         conditions = [] if self.inside_edge else indices.masks(ctx, nest.space)
         self.guards = {id(s): self._guard(s) for s in items if not isinstance(s, ir.Let)}
@@ -81,6 +84,7 @@ class NestEmitter:
             with ExitStack() as stack:
                 if conditions:
                     stack.enter_context(ctx.block(f"if ({' && '.join(conditions)})"))
+                self.waiting.advance(nest)
                 self._statements(items)
         constants = ctx.visible.pop()
         if not self.in_block:
@@ -95,6 +99,7 @@ class NestEmitter:
                     ctx.lines.add(line)
             ctx.lines.extend(inner)
         ctx.frame = Frame(frozenset())
+        self.waiting.done(nest)
         for s in items:
             if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.name in ctx.scheduled.barriers:
                 ctx.unsynced.add(s.value.tensor)
@@ -122,6 +127,8 @@ class NestEmitter:
         ctx.lines.span = let.span
         if isinstance(let.value, Finish):
             return  # defined at its value, see `_statement`
+        if let.name in self.waiting.ahead:
+            return
         if isinstance(let.value, ir.Reduce):
             if let.name not in self.accumulators:
                 self.accumulators[let.name] = declare(ctx, let)
@@ -220,6 +227,8 @@ class NestEmitter:
         by_lane: list[ir.Stmt] = []
         for s in items:
             pack = self._pack(s) if isinstance(s, ir.Let) else None
+            if isinstance(s, ir.Let) and s.name in self.waiting.ahead:
+                continue
             if pack is not None:
                 assert isinstance(s, ir.Let)  # as above
                 self._load_pack(s, pack)

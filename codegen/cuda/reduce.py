@@ -190,8 +190,9 @@ def _bits(ctx: Context, acc: Accumulator) -> list[_Bits]:
     return out
 
 
-def finish(ctx: Context, accumulators: list[Accumulator]) -> bool:
-    """Combine the threads' parts of the given reductions, the partial ones left out; whether that took a barrier."""
+def finish(ctx: Context, accumulators: list[Accumulator], meanwhile: Callable[[], None] | None = None) -> bool:
+    """Combine the threads' parts of the given reductions, the partial ones left out; whether that took a barrier, in
+    front of which `meanwhile` emits what goes on while threads wait there."""
     slots: list[Slots] = []
     for acc in accumulators:
         if isinstance(acc.reduce, Partial):
@@ -207,6 +208,8 @@ def finish(ctx: Context, accumulators: list[Accumulator]) -> bool:
         return False
     if any(s.remote for s in slots):
         ctx.meet()
+    if meanwhile is not None:
+        meanwhile()
     sets = 1 if ctx.turn is None else 2
     if sum(s.bytes for s in slots) * sets <= SHARED_LIMIT:
         turn = f"[{ctx.turn}]" if sets > 1 else ""

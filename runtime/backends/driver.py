@@ -163,7 +163,8 @@ class Form:
     """What the driver is told of each launch alike, and where the rest goes: the stream, addresses and scalars.
 
     entry: the kernel, for messages. grid: the number of programs, each of `cluster` blocks. dtypes: of the program's
-    arguments, by name; `slots` says what they are.
+    arguments, by name; `slots` says what they are. resident: of a sum over programs that are clusters, how many run at
+    a time, which the number of shares depends on; 0 where it does not.
     """
 
     entry: str
@@ -174,6 +175,7 @@ class Form:
     nulls: int
     dtypes: tuple[str, ...]
     slots: Slots
+    resident: int = 0
 
 
 # What is loaded, by `Binary.key`, name and device: calls of one variant share it, however each was found.
@@ -209,6 +211,7 @@ class Loaded(Built):
         self.binary = binary
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.function = load(binary, program.entry, self.index)
+        self._clusters: int | None = None
 
     def prepare(self, layout: Layout) -> tuple[Launch, int]:
         from kgen.runtime.backends.base import programs  # and with it the compiler, which a stored launch does not need
@@ -219,7 +222,7 @@ class Loaded(Built):
         dtypes = tuple(a.dtype.name for a in args)
         form = Form(
             self.program.entry, grid, self.program.schedule.cluster, b.threads, b.shared, b.nulls, dtypes,
-            Slots.of(args, layout),
+            Slots.of(args, layout), (self.resident() or 0) if self.program.schedule.programs else 0,
         )  # fmt: skip
         return DeviceLaunch(self.function, self.index, form, b.key), grid
 
@@ -228,8 +231,18 @@ class Loaded(Built):
         schedule = self.program.schedule
         if schedule.cluster == 1:
             return None
-        with current(self.index):
-            return driver().resident_clusters(self.function, schedule.cluster, self.binary.threads, self.binary.shared)
+        if self._clusters is None:
+            self._clusters = resident_clusters(
+                self.function, self.index, schedule.cluster, self.binary.threads, self.binary.shared
+            )
+        return self._clusters
+
+
+def resident_clusters(function: int, index: int, cluster: int, threads: int, shared: int) -> int:
+    """How many clusters of `function` device `index` runs at a time (see `Driver.resident_clusters`). Devices of one
+    name may differ: clusters need multiprocessors of one part of the chip, of which some are switched off."""
+    with current(index):
+        return driver().resident_clusters(function, cluster, threads, shared)
 
 
 class DeviceLaunch:
