@@ -151,7 +151,7 @@ def _fitting(knobs: Knobs, stage: Stage) -> Knobs:
     """Those of `knobs` that there are for a stage of a kernel whose rows no program holds."""
     if stage.sums is None:
         return replace(knobs, blocks=None)
-    return replace(knobs, ahead=None)
+    return replace(knobs, ahead=None, peel=None)
 
 
 def _scheduled(

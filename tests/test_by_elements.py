@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import cuda_kit
+import derive_kit
 import pytest
 import sums_kit
 import torch
@@ -16,15 +17,20 @@ from cuda_kit import Call, call
 from sums_kit import within_bounds
 from test_build import ROOT
 from test_build import run as command
+from unplanned_cases import CASES, Case
 
 import kgen
 from kgen.codegen import cuda, ladders, pipeline, triton
 from kgen.codegen.candidates import candidates
+from kgen.codegen.interpret import interpret
 from kgen.codegen.knobs import Knobs
 from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.schedule import Loop, Scheduled
+from kgen.codegen.sums import has_sums
+from kgen.codegen.torch_dtypes import TORCH
 from kgen.codegen.traffic import traffic
 from kgen.dsl import ir
+from kgen.dsl.modules import load
 from kgen.runtime.differential import answer, ask
 
 TEXT = (
@@ -220,6 +226,39 @@ def test_derived_backwards(kernel: str, n: int) -> None:
         within_bounds(c, sums_kit.run(c, backend))
 
 
+def backward_of(case: Case) -> Call | None:
+    """A call of the derivative of a kernel, if that sums over programs."""
+    made = case.make(*case.sizes[-1], F32, G.manual_seed(1))
+    c = derive_kit.call(UNPLANNED, case.kernel, made)
+    derived = derive_kit.derived_of(c)
+    if not has_sums(derived.backward):
+        return None
+    outputs = interpret(derived.forward, c.tensors, derive_kit.scalars_of(derived.forward, c.scalars), precision="f64")
+    gradients = derive_kit.cotangents(outputs, derived)
+    given = {**c.tensors, **{r: outputs[r] for r in derived.residuals}}
+    given |= {d: gradients[name] for name, d in derived.cotangents.items()}
+    inputs = {t.name: given[t.name].to(TORCH[t.dtype]) for t in derived.backward.tensors if t.role == "in"}
+    known = {s.name: c.scalars.get(s.name, s.default) for s in derived.backward.scalars}
+    return Call(derived.backward, inputs, {name: value for name, value in known.items() if value is not None})
+
+
+UNPLANNED = load(ROOT / "tests" / "kernels" / "unplanned.kdsl").module
+BACKWARDS = {c.kernel: c for c in CASES if c.differentiable and c.kernel != "two_gathers" and F32 in c.dtypes}
+
+
+@pytest.mark.usefixtures("wide")
+def test_derivatives_of_kernels_that_nobody_planned_for() -> None:
+    cut: set[str] = set()
+    for name, case in BACKWARDS.items():
+        c = backward_of(case)
+        for backend in ("cuda", "triton") if c is not None else ():
+            assert c is not None
+            if "_elements" in entries(c, backend):
+                cut.add(name)
+                within_bounds(c, sums_kit.run(c, backend))
+    assert len(cut) > 1, cut
+
+
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("kernel", ["reversed", "scaled", "partly", "beside"])
@@ -298,7 +337,7 @@ def test_knobs() -> None:
     rows, elements, _ = launches(c, "triton", Knobs(threads=64, blocks=3, stages=2))
     assert rows.schedule.threads == elements.schedule.threads == 64
     assert elements.sums is not None and elements.sums.blocks == 3
-    rows, elements, _ = launches(c, "cuda", Knobs(ahead=0, blocks=3))
+    rows, elements, _ = launches(c, "cuda", Knobs(ahead=0, blocks=3, peel=0))
     assert rows.schedule.ahead == 0 and elements.sums is not None and elements.sums.blocks == 3
 
 
