@@ -15,7 +15,8 @@ aligned vector, and vectors are counted from there: lane `l` of slot `s` is elem
     head + (s * threads + digit) * vector + l
 
 and vectors that would reach beyond the row are masked. What is left, at most `vector - 1` elements on either side, is
-the *edge*: thread `digit` has one of them, or none.
+the *edge*: thread `digit` has one of them, or none. A weight, which begins aligned in every row, is read beside them in
+two aligned vectors, and shifted; so that these do not reach beyond it the last vector is left to the edge then.
 """
 
 from __future__ import annotations
@@ -47,9 +48,16 @@ class AxisLayout:
 
     def width(self, tensor: ir.Tensor, at: At, variant: Variant) -> int:
         """Elements of `tensor[at]` that one instruction may move along this axis."""
+        whole = access_width(tensor, at, self.name, self.vector, variant)
         if self.peel is not None and self.peel.lead is not None:
+            if self.shifts(tensor, at, variant):
+                return whole
             return self.vector if self.peel.like_lead(tensor, at, variant) else 1
-        return access_width(tensor, at, self.name, self.vector, variant)
+        return whole
+
+    def shifts(self, tensor: ir.Tensor, at: At, variant: Variant) -> bool:
+        """Whether vectors of `tensor[at]` are made of two that are aligned."""
+        return self.peel is not None and self.peel.shifted and self.peel.beside(tensor, at, variant)
 
 
 @dataclass(frozen=True)
@@ -230,15 +238,17 @@ def vector_limit(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
 @dataclass(frozen=True)
 class Peel:
     """How a row along `axis` is peeled: in vectors of `vector` elements, which begin where the elements of `lead` are
-    aligned to them. None: where the row begins, as all rows are aligned and only end within a vector."""
+    aligned to them. None: where the row begins, as all rows are aligned and only end within a vector. `shifted`: some
+    weights are read in two vectors."""
 
     axis: str
     vector: int
     lead: Access | None
+    shifted: bool = False
 
     def like_lead(self, tensor: ir.Tensor, at: At, variant: Variant) -> bool:
         """Whether the rows of `tensor[at]` begin as many elements behind an aligned address as those of `lead`, by
-        proof. A weight beside rows of odd length, for one, does not: it is accessed element by element."""
+        proof. What neither does nor is a weight (`beside`) is accessed element by element."""
         assert self.lead is not None  # the caller looked
         other = self.lead.tensor
         return (
@@ -250,10 +260,20 @@ class Peel:
             and _starts(at, self.axis, self.vector, variant)
         )
 
+    def beside(self, tensor: ir.Tensor, at: At, variant: Variant) -> bool:
+        """Whether `tensor[at]` is a weight: the same for all rows, from an aligned address on."""
+        most = min(self.vector, VECTOR_BYTES // tensor.dtype.itemsize)
+        return (
+            tensor.role == "in"
+            and all(isinstance(s, Poly) and s.symbols <= {self.axis} for s in at)
+            and access_width(tensor, at, self.axis, self.vector, variant) == most
+            and _starts(at, self.axis, self.vector, variant)
+        )
+
     @property
     def edge(self) -> int:
         """The most elements of a row that are in no whole vector."""
-        return (self.vector - 1) * (1 if self.lead is None else 2)
+        return (self.vector - 1) * (1 if self.lead is None else 2) + (self.vector if self.shifted else 0)
 
 
 def peel(kernel: ir.Kernel, variant: Variant) -> Peel | None:
@@ -278,6 +298,8 @@ def peel(kernel: ir.Kernel, variant: Variant) -> Peel | None:
     found = Peel(axis, vector, None if widths == {vector} else streamed[0])
     if found.lead is not None and not all(found.like_lead(a.tensor, a.at, variant) for a in streamed):
         return None
+    if found.lead is not None and kernel.axis(axis).extent.constant >= 3 * vector:
+        found = replace(found, shifted=any(found.beside(a.tensor, a.at, variant) for a in along))
     return found if vector > vector_limit(kernel, variant, axis) else None
 
 

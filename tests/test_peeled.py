@@ -150,7 +150,7 @@ def test_elements_of_several_sizes(x: torch.dtype, w: torch.dtype, b: torch.dtyp
 @pytest.mark.parametrize(
     "schedule",
     [
-        Schedule(128, 8, 8, peeled=True),
+        Schedule(256, 8, 8, peeled=True),
         Schedule(128, 4, 4, peeled=True),
         Schedule(64, 1, 8, peeled=True),
         Schedule(1024, 1, 8, peeled=True),
@@ -238,6 +238,32 @@ def test_in_place_in_memory_of_every_kind(layout: str) -> None:
     shift(placed.tensor, s, backend="cuda")
     shift(expected, s, backend="reference")
     assert torch.equal(placed.tensor, expected) and placed.guard_intact()
+
+
+@pytest.mark.parametrize("n", [257, 1001, 1002, 1007])
+def test_weights_are_not_read_beyond_their_end(n: int) -> None:
+    """Of a weight two aligned vectors are read for each of the row: the second may not reach beyond it. Pages are too
+    coarse to see that, so the last vector is told from the text."""
+    source = compiled(call(NORM, "norm", x=rand(3, n), w=rand(n)), None).source
+    assert "load_shifted<bf16x8>(w + n, n_head)" in source
+    (end,) = re.findall(r"const int n_end = ([^;]*);", source)
+    for head in range(8):
+        last = eval(end.replace("/", "//"), {"n_head": head, "N": n}) - 8  # where the last vector begins
+        assert (last - head) % 8 == 0 and last - head + 2 * 8 <= n < last - head + 3 * 8 + 7
+
+
+@pytest.mark.parametrize(("w", "lanes"), [(BF16, "bf16x8"), (F32, "f32x8"), (torch.float64, "f64x8")])
+def test_weights_of_any_size_are_shifted(w: torch.dtype, lanes: str) -> None:
+    for n in (1001, 1002):  # rows of 1002 are aligned to the vectors of two elements that are among the ways
+        c = call(NORM, "norm", x=rand(9, n), w=rand(n, dtype=w))
+        assert f"load_shifted<{lanes}>" in compiled(c).source
+        for schedule in ways(c, n):
+            check(c, n, schedule)
+            assert "(x_row + n, n_head)" not in compiled(c, schedule).source
+    # What is not aligned itself is read one by one.
+    c = call(NORM, "norm", x=rand(9, 1001), w=around(rand(1001, dtype=w), "offset"))
+    assert can(c) and "load_shifted" not in compiled(c).source
+    check(c, 1001)
 
 
 @pytest.mark.parametrize("name", ["shift_", "labelled", "triple", "turned_", "columns"])
@@ -328,6 +354,7 @@ def test_a_knob_switches_it_off_and_on() -> None:
         (lambda: call(SOFTMAX, "soft", x=rand(9, 1001)), "cuda", Knobs(peel=2), "expected 0 or 1"),
         (lambda: call(SOFTMAX, "soft", x=rand(9, 1001)), "triton", Knobs(peel=1), "peel is for CUDA alone"),
         (lambda: call(SOFTMAX, "soft", x=rand(9, 1001)), "cuda", Knobs(threads=64, rows=8), "up to 14 of its elements"),
+        (lambda: call(NORM, "norm", x=rand(9, 1001), w=rand(1001)), "cuda", Knobs(threads=128, rows=8), "up to 22 of"),
     ],
 )
 def test_what_is_refused(c, backend: str, knobs: Knobs, says: str) -> None:

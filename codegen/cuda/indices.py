@@ -84,10 +84,12 @@ def peeled(ctx: Context) -> list[str]:
         count = f"({v} - {binary('%', offset, integer(v))}) % {v}"
         if ctx.kernel.axis(a.name).extent.constant < v - 1:
             count = f"min(int({count}), {extent})"
+        less = f" - {v}" if ctx.peel.shifted else ""
         out = [
             f"// Aligned vectors of the row lie from {head} up to {end}; each element around them has a thread.",
             f"const int {head} = {count};",
-            f"const int {end} = {head} + ({extent} - {head}) / {v} * {v};",
+            f"const int {end} = {head} + ({extent} - {head}) / {v} * {v}{less};"
+            + (f"  // one less, as load_shifted reads {v} elements more" if less else ""),
             f"const int {edge} = {thread} < {head} ? {thread} : {end} + ({thread} - {head});  {mine}",
         ]
     if a.name in ctx.prologue:

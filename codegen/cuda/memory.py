@@ -149,6 +149,10 @@ def _times_stride(ctx: Context, tensor: ir.Tensor, axis: int, value: CExpr, part
 
 def read_pack(ctx: Context, let: ir.Let, pack: Pack, place: Address) -> str:
     """The pack that `let` loads from `place`."""
+    if ctx.peel is not None and isinstance(let.value, ir.Load):
+        tensor = ctx.kernel.tensor(let.value.tensor)
+        if ctx.axis(ctx.peel.axis).shifts(tensor, let.value.at, ctx.variant):
+            return f"{ctx.helper('load_shifted')}<{pack.name}>({place.pointer}, {ctx.peeled('head')})"
     pointer = f"(const {pack.name}*)({place.pointer})"
     return _load_kept(ctx, pointer, pack.bytes) if let.name in ctx.scheduled.kept else f"*{pointer}"
 

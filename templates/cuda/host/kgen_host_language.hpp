@@ -82,6 +82,10 @@ inline double __longlong_as_double(long long x) { return kgen_host::bit_cast<dou
 inline double __hiloint2double(int hi, int lo) {
     return __longlong_as_double((long long)(((unsigned long long)(unsigned)hi << 32) | (unsigned)lo));
 }
+// The low word of hi:lo, shifted right.
+inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned shift) {
+    return (unsigned)(((unsigned long long)hi << 32 | lo) >> (shift & 31));
+}
 inline int __double2hiint(double x) { return (int)(__double_as_longlong(x) >> 32); }
 inline int __double2loint(double x) { return (int)__double_as_longlong(x); }
 
