@@ -8,6 +8,7 @@ little time has tried what matters. The default schedule is always the first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import log2, prod
@@ -82,7 +83,9 @@ def candidates(
 
     space = _space(default, backend)
     if is_by_elements(prepared, default):
-        space = chain(_by_elements(default), _space(scheduled(OF_ROWS), backend))
+        space = _by_elements(default)
+        with suppress(ScheduleError):
+            space = chain(space, _space(scheduled(OF_ROWS), backend))
     for knobs in space:
         try:
             made = scheduled(knobs)
