@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import torch
@@ -18,15 +19,20 @@ class FakeLt:
     def __init__(self, tiles: tuple[int, ...] = (20, 29), split: tuple[int, ...] = (), refused: tuple[int, ...] = ()):
         self.tiles, self.split, self.refused = tiles, split, refused
         self.calls: list[int] = []
-        self.workspaces: list[int] = []
         self._things: dict[int, Any] = {}
+        self._names = itertools.count(1)
         for name in [n for n in dir(self) if n.startswith("_do_")]:
             setattr(self, name.removeprefix("_do_"), _function(getattr(self, name)))
 
     def _new(self, place: Any, thing: Any) -> int:
-        self._things[len(self._things) + 1] = thing
-        place._obj.value = len(self._things)
+        place._obj.value = next(self._names)
+        self._things[place._obj.value] = thing
         return 0
+
+    @property
+    def alive(self) -> int:
+        """How much there is besides the handle that nobody has destroyed."""
+        return sum(thing != "handle" for thing in self._things.values())
 
     def _do_cublasLtGetVersion(self) -> int:
         return 130100
@@ -53,8 +59,11 @@ class FakeLt:
         self._things[preference.value][what] = value._obj.value
         return 0
 
-    def _do_cublasLtMatmulPreferenceDestroy(self, preference: Any) -> int:
+    def _destroyed(self, thing: Any) -> int:
+        del self._things[thing.value]
         return 0
+
+    _do_cublasLtMatmulPreferenceDestroy = _do_cublasLtMatmulDescDestroy = _do_cublasLtMatrixLayoutDestroy = _destroyed
 
     def _do_cublasLtMatmulAlgoGetHeuristic(
         self, handle: Any, desc: Any, a: Any, b: Any, c: Any, d: Any, preference: Any, most: int, found: Any, count: Any
@@ -81,7 +90,7 @@ class FakeLt:
         tile = ctypes.c_uint64.from_address(algorithm).value
         if tile in self.refused:
             return 15  # CUBLAS_STATUS_NOT_SUPPORTED
-        assert size == 0 or workspace
+        assert (size == 0 or workspace) and a and b and d
         self.calls.append(tile)
         transposed = self._things[desc.value]
         left, right = self._matrix(a, a_layout, transposed[3]), self._matrix(b, b_layout, transposed[4])

@@ -216,6 +216,46 @@ def test_what_is_not_known_or_does_not_fit_is_left_to_torch(fake: Any) -> None:
     assert fake.calls == [29]
 
 
+def test_freed_memory_is_left_to_torch_which_says_so(fake: Any) -> None:
+    c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
+    known = chosen(fake, measured())
+    assert known.multiply(c, a, b, False)
+    for t in (a, b, c):
+        room = t.untyped_storage()
+        size = room.size()
+        t.untyped_storage().resize_(0)
+        assert not known.multiply(c, a, b, False)
+        with pytest.raises(RuntimeError, match="not allocated"):
+            multiply.by_torch(c, a, b, None, False)
+        room.resize_(size)
+    assert fake.calls == [29]
+
+
+def test_while_a_graph_is_captured_the_library_is_asked_nothing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
+    asked: list[int] = []
+    known = Chosen(Table([measured()], []), lambda: asked.append(1) or cublaslt.Library(fake))
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "is_available", lambda: True)
+        m.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not known.multiply(c, a, b, False) and not asked
+    assert known.multiply(c, a, b, False)  # nothing was concluded from it
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "is_available", lambda: True)
+        m.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert known.multiply(c, a, b, False)
+    assert fake.calls == [29] * 2
+
+
+def test_descriptions_last_as_long_as_their_product(fake: Any) -> None:
+    c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
+    known, other = chosen(fake, measured()), chosen(fake, measured(tile=77))
+    assert known.multiply(c, a, b, False) and not other.multiply(c, a, b, False)
+    assert fake.alive == 4  # the product and its matrices, and nothing of what was asked
+    del known
+    assert fake.alive == 0
+
+
 def test_an_algorithm_that_is_refused_is_not_asked_again(fake: Any) -> None:
     c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
     before = c.clone()

@@ -7,6 +7,7 @@ those count that sum in f32 in one piece: with a sum that is split, partial sums
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -52,6 +53,38 @@ class Unsupported(Exception):
     """The library refused; the message has its status."""
 
 
+class Description:
+    """What the library is told of a product and of its three matrices, for as long as this object lasts."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+        self._made: list[tuple[str, ctypes.c_void_p]] = []
+        weakref.finalize(self, _destroy, functions, self._made).atexit = False
+
+    def made(self, what: str, *args: Any) -> ctypes.c_void_p:
+        """A new `what`, such as a MatrixLayout. Raises Unsupported."""
+        handle = ctypes.c_void_p()
+        name = f"cublasLt{what}Create"
+        _check(name, getattr(self._functions, name)(ctypes.byref(handle), *args))
+        self._made.append((f"cublasLt{what}Destroy", handle))
+        return handle
+
+    @property
+    def parts(self) -> tuple[ctypes.c_void_p, ...]:
+        """Everything, in the order in which it was made."""
+        return tuple(handle for _, handle in self._made)
+
+
+def _destroy(functions: Any, made: list[tuple[str, ctypes.c_void_p]]) -> None:
+    for name, handle in made:
+        getattr(functions, name)(handle)
+
+
+def _check(name: str, code: int) -> None:
+    if code != _SUCCESS:
+        raise Unsupported(f"{name} returned {code}")
+
+
 class Library:
     """The functions of cuBLASLt on one device, which is current while it is made. Raises AttributeError where a
     function is missing, Unsupported where there is no handle."""
@@ -69,19 +102,13 @@ class Library:
         self.version = int(functions.cublasLtGetVersion())
 
     def _do(self, name: str, *args: Any) -> None:
-        code = getattr(self._lt, name)(*args)
-        if code != _SUCCESS:
-            raise Unsupported(f"{name} returned {code}")
+        _check(name, getattr(self._lt, name)(*args))
 
-    def _layout(self, dtype: str, rows: int, columns: int, leading: int) -> ctypes.c_void_p:
-        layout = ctypes.c_void_p()
-        self._do("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], rows, columns, leading)
-        return layout
-
-    def _described(self, p: Problem) -> tuple[ctypes.c_void_p, ...]:
-        """The descriptions of the product and of its three matrices, for as long as the process lasts."""
-        product = ctypes.c_void_p()
-        self._do("cublasLtMatmulDescCreate", ctypes.byref(product), _F32_SUMS, _TYPES["f32"])
+    def _described(self, p: Problem) -> Description:
+        """Of `p`: the product, and the layouts of its first and second factor and of its result, as the library counts.
+        Raises Unsupported."""
+        described = Description(self._lt)
+        product = described.made("MatmulDesc", _F32_SUMS, _TYPES["f32"])
         left_t, right_t = p.kind.transposed
         for what, transposed in ((_TRANSA, right_t), (_TRANSB, left_t)):
             value = ctypes.c_int(int(transposed))
@@ -89,31 +116,26 @@ class Library:
         left, right, out = p.leading
         a = (p.inner, p.columns) if right_t else (p.columns, p.inner)
         b = (p.rows, p.inner) if left_t else (p.inner, p.rows)
-        return (
-            product,
-            self._layout(p.kind.dtype, *a, right),
-            self._layout(p.kind.dtype, *b, left),
-            self._layout(p.kind.out, p.columns, p.rows, out),
-        )
+        described.made("MatrixLayout", _TYPES[p.kind.dtype], *a, right)
+        described.made("MatrixLayout", _TYPES[p.kind.dtype], *b, left)
+        described.made("MatrixLayout", _TYPES[p.kind.out], p.columns, p.rows, out)
+        return described
 
     def algorithms(self, p: Problem) -> list[Algorithm]:
         """Those that the library offers for `p` without splitting sums, from what it thinks the fastest on. Raises
         Unsupported."""
-        product, a, b, c = self._described(p)
-        preference, most = ctypes.c_void_p(), ctypes.c_size_t(WORKSPACE)
-        self._do("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        described = self._described(p)
+        product, a, b, c = described.parts
+        preference, most = described.made("MatmulPreference"), ctypes.c_size_t(WORKSPACE)
         found, count = (_Heuristic * MOST)(), ctypes.c_int()
-        try:
-            self._do(
-                "cublasLtMatmulPreferenceSetAttribute",
-                preference, _MAX_WORKSPACE, ctypes.byref(most), ctypes.c_size_t(8),
-            )  # fmt: skip
-            self._do(
-                "cublasLtMatmulAlgoGetHeuristic",
-                self._handle, product, a, b, c, c, preference, MOST, found, ctypes.byref(count),
-            )  # fmt: skip
-        finally:
-            self._lt.cublasLtMatmulPreferenceDestroy(preference)
+        self._do(
+            "cublasLtMatmulPreferenceSetAttribute",
+            preference, _MAX_WORKSPACE, ctypes.byref(most), ctypes.c_size_t(8),
+        )  # fmt: skip
+        self._do(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self._handle, product, a, b, c, c, preference, MOST, found, ctypes.byref(count),
+        )  # fmt: skip
         out = [Algorithm(self._config(h), h.workspace, h.algorithm) for h in found[: count.value] if not h.state]
         return [a for a in out if a.config.get("split", 1) <= 1]
 
@@ -140,12 +162,13 @@ class Product:
         self,
         function: Any,
         handle: ctypes.c_void_p,
-        described: tuple[ctypes.c_void_p, ...],
+        described: Description,
         accumulate: bool,
         algorithm: Algorithm,
     ) -> None:
         self._function, self._handle = function, handle
-        self._product, self._a, self._b, self._c = described
+        self._described = described
+        self._product, self._a, self._b, self._c = described.parts
         self._workspace = algorithm.workspace
         self._numbers = ctypes.c_float(1.0), ctypes.c_float(1.0 if accumulate else 0.0)
         self._alpha, self._beta = (ctypes.addressof(n) for n in self._numbers)

@@ -175,11 +175,16 @@ class Chosen:
         try:
             product = self._products[key]
         except KeyError:
+            if _capturing():
+                return False
             product = self._make(out, left, right, accumulate)
             if len(self._products) >= _MOST:
                 self._products.clear()
             self._products[key] = product
-        if product is None or (out.data_ptr() | left.data_ptr() | right.data_ptr()) % ALIGNMENT:
+        if product is None:
+            return False
+        a, b, c = left.data_ptr(), right.data_ptr(), out.data_ptr()
+        if (a | b | c) % ALIGNMENT or not (a and b and c):  # without an address: the storage was freed, as torch says
             return False
         if product(out, left, right):
             return True
@@ -201,6 +206,12 @@ class Chosen:
         except Unsupported:
             pass
         return None  # another version of the library, which does not offer it
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is captured now. The library is asked nothing then: to make its handle allocates, which ends
+    the capture, and some versions refuse to name algorithms."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
