@@ -359,6 +359,26 @@ def test_rsqrt_in_every_binade(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_roots_and_quotients_are_the_nearest(backend: str, device: str) -> None:
+    text = """kernel f(x: f32[N], a: f32[N]) -> (root: f32[N], quotient: f32[N]):
+    parallel n in N
+    root[n] = sqrt(x[n])
+    quotient[n] = a[n] / x[n]
+"""
+    fraction, a = torch.rand(2, 254, 64, generator=torch.Generator().manual_seed(0))
+    x = (
+        torch.ldexp(1.0 + fraction, torch.arange(-126, 128)[:, None])
+        .flatten()
+        .clamp(max=torch.finfo(torch.float32).max)
+    )
+    x, a = x.to(device), a.flatten().to(device)
+    root, quotient = kgen.loads(text).f(x, a, backend=backend)
+    # What is rounded to double precision first and then to f32 is the nearest: neither result is that close to a tie.
+    assert torch.equal(root, x.double().sqrt().float())
+    assert torch.equal(quotient, (a.double() / x.double()).float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_erf_in_every_binade(backend: str, device: str) -> None:
     if device == "cuda" and backend == "reference":
         pytest.skip("the reference is what it is on a CPU")
