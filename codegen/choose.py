@@ -390,7 +390,10 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
             chunks[axis] = chunk
     block = _block(kernel, {**whole, **chunks})
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
-    while rows > 1 and rows * row_words(kernel) > ladders.TRITON_ROW_WORDS:
+    # Each thread of a warp that has elements of a row has the values of the row.
+    axis = vector_axis(kernel, variant)
+    sharing = min(32, max(1, block // (1 if axis is None else vector_limit(kernel, variant, axis))))
+    while rows > 1 and rows * row_words(kernel) * sharing > ladders.TRITON_ROW_WORDS:
         rows //= 2
     if chunks and held_too == 1 and not once:
         warps = (ladders.TRITON_WARPS_IN_PLACE if _in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]

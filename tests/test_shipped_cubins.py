@@ -74,3 +74,17 @@ def test_backward_of_norms_at_any_width(file: str, width: int, dtype: str) -> No
     for part in (program, *program.then):
         made = binary(compiled, part, "sm_90")
         assert made.resources.local_bytes == 0, f"{part.entry}: {made.resources}"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("width", [3, 17, 33, 40])
+def test_backward_of_cross_entropy_over_few_classes(width: int, dtype: str) -> None:
+    """Many values a row, each of them in all threads that share the row, and many short rows a program."""
+    code, text, err = run(
+        "show", f"{OPS / 'cross_entropy.kdsl'}:cross_entropy", "--stage", "backward", "--dtype", dtype
+    )
+    assert code == 0, err
+    module = parse_text(text.replace("backward ", "kernel d_", 1), "cross_entropy.kdsl")
+    compiled = target(module, module.kernels[-1], Choices(dims={"V": width}, dtype=dtype))
+    made = binary(compiled, compiled.program("triton"), "sm_90")
+    assert made.resources.local_bytes == 0, made.resources
