@@ -216,19 +216,26 @@ def test_what_is_not_known_or_does_not_fit_is_left_to_torch(fake: Any) -> None:
     assert fake.calls == [29]
 
 
-def test_freed_memory_is_left_to_torch_which_says_so(fake: Any) -> None:
-    c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
-    known = chosen(fake, measured())
-    assert known.multiply(c, a, b, False)
-    for t in (a, b, c):
-        room = t.untyped_storage()
-        size = room.size()
-        t.untyped_storage().resize_(0)
-        assert not known.multiply(c, a, b, False)
-        with pytest.raises(RuntimeError, match="not allocated"):
-            multiply.by_torch(c, a, b, None, False)
-        room.resize_(size)
-    assert fake.calls == [29]
+@pytest.mark.parametrize("skip", [0, 4])
+def test_freed_memory_is_left_to_torch_which_says_so(fake: Any, skip: int) -> None:
+    tried: list[torch.Tensor] = []
+
+    def room(rows: int, columns: int) -> torch.Tensor:
+        """Behind `skip` rows of a storage that begins aligned."""
+        while not tried or tried[-1].data_ptr() % 256:
+            tried.append(torch.zeros(skip + rows, columns, dtype=BF16))
+        return tried.pop()[skip:]
+
+    known = chosen(fake, measured(sizes=(128, 128, 128)))
+    for freed in range(3):
+        operands = [room(128, 128) for _ in range(3)]
+        assert known.multiply(*operands, False)
+        operands[freed].untyped_storage().resize_(0)
+        assert operands[freed].data_ptr() == skip * 256
+        assert not known.multiply(*operands, False)
+        with pytest.raises(RuntimeError, match="not allocated|out of bounds"):
+            multiply.by_torch(*operands, None, False)
+    assert fake.calls == [29] * 3
 
 
 def test_while_a_graph_is_captured_the_library_is_asked_nothing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:

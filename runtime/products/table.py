@@ -181,10 +181,9 @@ class Chosen:
             if len(self._products) >= _MOST:
                 self._products.clear()
             self._products[key] = product
-        if product is None:
+        if product is None or (out.data_ptr() | left.data_ptr() | right.data_ptr()) % ALIGNMENT:
             return False
-        a, b, c = left.data_ptr(), right.data_ptr(), out.data_ptr()
-        if (a | b | c) % ALIGNMENT or not (a and b and c):  # without an address: the storage was freed, as torch says
+        if not (_in_memory(out) and _in_memory(left) and _in_memory(right)):  # torch says so
             return False
         if product(out, left, right):
             return True
@@ -206,6 +205,11 @@ class Chosen:
         except Unsupported:
             pass
         return None  # another version of the library, which does not offer it
+
+
+def _in_memory(t: torch.Tensor) -> bool:
+    """Whether the storage of `t`, which has elements, was not freed. A view has an address all the same: its offset."""
+    return t.untyped_storage().data_ptr() != 0
 
 
 def _capturing() -> bool:
