@@ -17,7 +17,7 @@ from kgen.cli import app
 from kgen.cli.tune_products import op_of, problems_of, tasks_of
 from kgen.dsl.diagnostics import KgenError
 from kgen.runtime.ahead import Choices
-from kgen.runtime.products import cublaslt, multiply, table
+from kgen.runtime.products import cublaslt, multiply, table, tune
 from kgen.runtime.products.problem import Kind, Problem, distance
 from kgen.runtime.products.table import Chosen, Measured, Table
 from kgen.runtime.products.tune import Operands, measure
@@ -33,10 +33,17 @@ def config(tile: int) -> dict[str, int]:
             "cluster": 0}  # fmt: skip
 
 
+HERE = 130100  # the version of the library in these tests
+
+
 def measured(
-    kind: Kind = KIND, sizes: tuple[int, int, int] = (64, 32, 16), tile: int = 29, us: float = 1.0
+    kind: Kind = KIND,
+    sizes: tuple[int, int, int] = (64, 32, 16),
+    tile: int = 29,
+    us: float = 1.0,
+    version: int = HERE,
 ) -> Measured:
-    return Measured(kind, sizes, config(tile) if tile else {}, us, 2.0, 0.1, 3, "1.2", 130100)
+    return Measured(kind, sizes, config(tile) if tile else {}, us, 2.0, 0.1, 3, "1.2", version)
 
 
 @pytest.fixture
@@ -112,7 +119,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     where = table.keep("A GPU", results[:5], tmp_path / "products" / "a_gpu.json")
     assert table.keep("A GPU", [*results[5:], measured(kinds[0], (64, 32, 8), 20, 0.5)], where) == where
     read = {r.key: r for r in table.load(where)}
-    assert len(read) == len(results) and read[kinds[0], (64, 32, 8)].us == 0.5
+    assert len(read) == len(results) and read[kinds[0], (64, 32, 8), HERE].us == 0.5
     assert all(read[r.key] == r for r in results[1:])
     assert table.text_of("A GPU", read.values()) == table.text_of("A GPU", reversed(list(read.values())))
 
@@ -151,14 +158,28 @@ def test_the_nearest_result_counts_and_the_users_first() -> None:
     known = Table([measured(sizes=(256, 32, 16), tile=1)], [measured(sizes=(64, 32, 16), tile=2)])
     assert len(known) == 2
     for rows, tile in ((64, 2), (96, 2), (32, 2), (256, 1), (512, 1), (200, 1)):
-        found = known.find(problem(rows))
+        found = known.find(problem(rows), HERE)
         assert found is not None and found.config["tile"] == tile, rows
-    assert known.find(problem(513)) is None and known.find(problem(31)) is None
+    assert known.find(problem(513), HERE) is None and known.find(problem(31), HERE) is None
     other = Problem(Kind((False, True), "bf16", "bf16", False), 64, 32, 16, (16, 16, 32))
-    assert known.find(other) is None
+    assert known.find(other, HERE) is None
     both = Table([measured(tile=1)], [measured(tile=2)])
-    found = both.find(problem(64))
+    found = both.find(problem(64), HERE)
     assert found is not None and found.config["tile"] == 1
+
+
+def test_results_of_another_version_of_the_library_come_behind(fake: Any, tmp_path: Path) -> None:
+    problem = Problem(KIND, 64, 32, 16, (16, 32, 32))
+    here, other = measured(tile=29), measured(tile=77, us=0.5, version=HERE + 1)
+    where = table.keep("A GPU", [here], tmp_path / "a.json")
+    table.keep("A GPU", [other], where)
+    both = table.load(where)
+    assert both == [here, other] and table.text_of("A GPU", both) == table.text_of("A GPU", both[::-1])
+    for known in (Table(both, []), Table([other], [here])):
+        assert known.find(problem, HERE) == here and known.find(problem, HERE + 1) == other
+    assert Table([other], []).find(problem, HERE) == other  # better than nothing: its algorithm may be on offer
+    c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
+    assert Chosen(Table([other], [here]), lambda: cublaslt.Library(fake)).multiply(c, a, b, False)
 
 
 @pytest.mark.parametrize("transposed", TRANSPOSED)
@@ -346,6 +367,31 @@ def test_a_wrong_product_of_torch_is_told(fake: Any, monkeypatch: pytest.MonkeyP
     p = Problem(KIND, 64, 32, 16, (16, 32, 32))
     with pytest.raises(KgenError, match="torch's own product is off"):
         measure(p, cublaslt.Library(fake), CPU, "")
+
+
+@pytest.mark.parametrize("what", ["by_torch", "search"])
+def test_memory_that_does_not_suffice_is_a_mistake(fake: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(multiply if what == "by_torch" else tune, what, refuse)
+    with pytest.raises(KgenError, match="do not fit the memory"):
+        measure(Problem(KIND, 64, 32, 16, (16, 32, 32)), cublaslt.Library(fake), CPU, "", timer=timer({}))
+
+
+def test_a_check_holds_part_of_a_factor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_AT_ONCE", 256)
+    o = Operands.of(Problem(KIND, 64, 40, 72, (72, 40, 40)), CPU)
+    double, sizes = torch.Tensor.double, list[int]()
+    monkeypatch.setattr(torch.Tensor, "double", lambda t: sizes.append(t.numel()) or double(t))
+    assert o.off(lambda: multiply.by_torch(o.out, o.left, o.right, None, False), False) <= 1
+    assert sizes.count(3 * 72) == 13 and max(sizes[1:]) <= 256
+
+    def last() -> None:
+        multiply.by_torch(o.out, o.left, o.right, None, False)
+        o.out[:, -1] += 1
+
+    assert o.off(last, False) > 1
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def run(
     if found is None:
         raise KgenError("cuBLASLt, which torch brings, cannot be loaded here")
     ends = math.inf if seconds is None else time.monotonic() + seconds
-    known = {r.key: r for r in table.load(table.user_path(machine.name)) if r.driver == machine.driver}
+    here = machine.driver, found.version
+    known = {(r.kind, r.sizes): r for r in table.load(table.user_path(machine.name)) if (r.driver, r.version) == here}
     outcomes: list[Outcome] = []
     problems = list(dict.fromkeys(p for t in tasks for p in problems_of(t)))
     if not problems:
@@ -170,12 +171,21 @@ def show(device: str) -> None:
             continue
         out().print(f"{path}: {len(results)} matrix products", markup=False)
         shown = Table(box=None, pad_edge=False)
-        for head in ("product", "rows", "inner", "columns", "us", "torch", "algorithm"):
+        for head in ("product", "rows", "inner", "columns", "us", "torch", "cuBLASLt", "algorithm"):
             shown.add_column(head, justify="left" if head in ("product", "algorithm") else "right")
         for r in results:
             rows, columns, inner = r.sizes
             said = ", ".join(f"{n}={v}" for n, v in r.config.items() if n in ("tile", "stages", "cluster")) or "torch's"
-            shown.add_row(str(r.kind), str(rows), str(inner), str(columns), f"{r.us:.1f}", f"{r.default_us:.1f}", said)
+            shown.add_row(
+                str(r.kind),
+                str(rows),
+                str(inner),
+                str(columns),
+                f"{r.us:.1f}",
+                f"{r.default_us:.1f}",
+                str(r.version),
+                said,
+            )
         out().print(shown)
 
 

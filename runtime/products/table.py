@@ -39,8 +39,9 @@ class Measured:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a newer result replaces an older one of."""
-        return self.kind, self.sizes
+        """What a newer result replaces an older one of. Results of several versions of the library lie side by side, for
+        several installations of torch."""
+        return self.kind, self.sizes, self.version
 
     def data(self) -> dict[str, Any]:
         """Plain data, for `read`."""
@@ -106,7 +107,7 @@ def load(path: Path | None) -> list[Measured]:
 
 def text_of(device: str, results: Iterable[Measured]) -> str:
     """The text of a file of results, in an order that does not depend on when each was measured: one a line."""
-    ordered = sorted(results, key=lambda r: (str(r.kind), r.sizes))
+    ordered = sorted(results, key=lambda r: (str(r.kind), r.sizes, r.version))
     lines = ",\n".join("  " + json.dumps(r.data()) for r in ordered)
     return json.dumps({"format": FORMAT, "device": device})[:-1] + ', "products": [\n' + lines + "\n]}\n"
 
@@ -139,16 +140,24 @@ class Table:
     def __len__(self) -> int:
         return sum(len(u) + len(s) for u, s in self._by.values())
 
-    def find(self, p: Problem) -> Measured | None:
-        """The result that counts for `p`: of the nearest sizes, the user's first where both are as near. None where
-        none is near."""
-        best: tuple[float, int] | None = None
+    def knows(self, kind: Kind) -> bool:
+        """Whether there is any result of `kind`."""
+        return kind in self._by
+
+    def find(self, p: Problem, version: int) -> Measured | None:
+        """The result that counts for `p` with the library of `version`: of the nearest sizes, and where several are as
+        near, of this version before others, whose algorithms it need not offer, and the user's first. None where none
+        is near."""
+        best: tuple[float, bool, int] | None = None
         found: Measured | None = None
         for k, results in enumerate(self._by.get(p.kind, ())):
             for r in results:
                 far = distance(r.sizes, p.sizes)
-                if far is not None and (best is None or (far, k) < best):
-                    best, found = (far, k), r
+                if far is None:
+                    continue
+                rank = (far, r.version != version, k)
+                if best is None or rank < best:
+                    best, found = rank, r
         return found
 
 
@@ -162,7 +171,7 @@ class Chosen:
 
     def __init__(self, table: Table, found: Callable[[], Library | None]) -> None:
         self._table = table
-        self._library = found  # not asked before something is to be made by it
+        self._library = found  # not asked before a product of a kind that is known
         self._products: dict[tuple[Any, ...], Product | None] = {}
 
     def multiply(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, accumulate: bool) -> bool:
@@ -192,11 +201,11 @@ class Chosen:
 
     def _make(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, accumulate: bool) -> Product | None:
         problem = Problem.of(out, left, right, accumulate)
-        measured = None if problem is None else self._table.find(problem)
-        if problem is None or measured is None or not measured.config:
+        if problem is None or not self._table.knows(problem.kind):
             return None
         found = self._library()
-        if found is None:
+        measured = None if found is None else self._table.find(problem, found.version)
+        if found is None or measured is None or not measured.config:
             return None
         try:
             for a in found.algorithms(problem):

@@ -21,7 +21,7 @@ from kgen.runtime.tune_measure import MakeTimer, device_timer
 from kgen.runtime.tune_search import search
 
 _CHECKED = 64  # rows of the result that are held against float64
-_COLUMNS = 1 << 14  # columns of it at once
+_AT_ONCE = 1 << 26  # values of the right factor at once, in float64
 # A sum of k terms in f32 by a tensor core, which adds at least 8 side by side, and what is around it.
 _LANES, _FEW = 8, 1e2
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -120,8 +120,9 @@ class Operands:
         product()
         left, worst = self.left[rows].double(), 0.0
         terms = (self.left.shape[1] / _LANES + _FEW) * _ROUNDING[torch.float32]
-        for i in range(0, self.right.shape[1], _COLUMNS):
-            c = slice(i, i + _COLUMNS)
+        columns = max(1, _AT_ONCE // self.right.shape[0])
+        for i in range(0, self.right.shape[1], columns):
+            c = slice(i, i + columns)
             right = self.right[:, c].double()
             made, size = left @ right, before[:, c].abs() + left.abs() @ right.abs()
             ref = before[:, c] + made
@@ -149,12 +150,24 @@ def measure(
     """Time every algorithm for `p` beside torch's choice, those with right results.
 
     One of them is the result where its median is below torch's by more than measurements vary. Raises KgenError where
-    torch's own product is off, or the matrices do not fit the device.
+    torch's own product is off, or the matrices and what checks them do not fit the device.
     """
     try:
-        operands = Operands.of(p, device)
+        return _measure(p, library, device, driver, until, timer, clock)
     except torch.OutOfMemoryError:
-        raise KgenError("the matrices do not fit the memory of the device") from None
+        raise KgenError("the matrices, and what checks them, do not fit the memory of the device") from None
+
+
+def _measure(
+    p: Problem,
+    library: Library,
+    device: torch.device,
+    driver: str,
+    until: float,
+    timer: MakeTimer | None,
+    clock: Callable[[], float],
+) -> Outcome:
+    operands = Operands.of(p, device)
     out, left, right, accumulate = operands.out, operands.left, operands.right, p.kind.accumulate
 
     def by_torch() -> None:
