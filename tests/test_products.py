@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kgen.runtime.products import cublaslt, multiply, table, tune
 from kgen.runtime.products.problem import Kind, Problem, distance
 from kgen.runtime.products.table import Chosen, Measured, Table
 from kgen.runtime.products.tune import Operands, measure
+from kgen.runtime.tune import Machine as Tuner
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -249,12 +251,12 @@ def test_freed_memory_is_left_to_torch_which_says_so(fake: Any, skip: int) -> No
 
     known = chosen(fake, measured(sizes=(128, 128, 128)))
     for freed in range(3):
-        operands = [room(128, 128) for _ in range(3)]
+        operands = room(128, 128), room(128, 128), room(128, 128)
         assert known.multiply(*operands, False)
         operands[freed].untyped_storage().resize_(0)
         assert operands[freed].data_ptr() == skip * 256
         assert not known.multiply(*operands, False)
-        with pytest.raises(RuntimeError, match="not allocated|out of bounds"):
+        with pytest.raises(RuntimeError, match=r"not allocated|out of bounds"):
             multiply.by_torch(*operands, None, False)
     assert fake.calls == [29] * 3
 
@@ -418,8 +420,52 @@ def test_products_of_an_op() -> None:
         (("rms_norm", "--workspace-mb", "64"), "for ops, which take rows in chunks"),
         (("fused_linear_cross_entropy", "--accumulate", "f64"), "none of auto, param, f32"),
         (("fused_linear_cross_entropy", "rms_norm"), "by two commands"),
+        (("fused_linear_cross_entropy", "--gradients", "x"), "--gradients is for kernels"),
+        (("fused_linear_cross_entropy", "--candidates", "8"), "--candidates is for kernels"),
+        (("fused_linear_cross_entropy", "--sizes", "B=8,H=64,Q=3"), "no dimension 'Q'"),
+        (("fused_linear_cross_entropy", "--without", "zzz"), "no optional tensor 'zzz'"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(app, ["tune", *arguments])
     assert done.exit_code == 2 and message in " ".join(done.output.split())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One that kgen tune measures on, where there is none."""
+
+    name: str = "A GPU"
+    driver: str = "1.2"
+    device: torch.device = CPU
+
+
+def test_what_this_version_measured_is_known_and_an_interrupted_run_tells_the_rest(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KGEN_TUNED", str(tmp_path / "tuned"))
+    monkeypatch.setattr(Tuner, "gpu", lambda: Machine())
+    monkeypatch.setattr(cublaslt, "library", lambda _: cublaslt.Library(fake))
+    seen: list[Problem] = []
+
+    def measure(p: Problem, library: cublaslt.Library, *_: Any, **__: Any) -> tune.Outcome:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(p)
+        return tune.Outcome(p, measured(p.kind, p.sizes, version=library.version))
+
+    monkeypatch.setattr(tune, "measure", measure)
+
+    def run() -> str:
+        command = ("tune", "fused_linear_cross_entropy", "--sizes", "B=8,H=64,V=128", "--json", str(tmp_path / "j"))
+        return CliRunner().invoke(app, [*command, "--export", str(tmp_path / "e")]).output
+
+    assert "interrupted; what was measured is kept" in run()
+    assert len(json.loads((tmp_path / "j").read_text())["products"]) == len(table.load(tmp_path / "e")) == 2
+    first = seen[:]
+    seen.clear()
+    assert run().count("(known)") == 2 and len(seen) == 2 and not set(seen) & set(first)
+    seen.clear()
+    assert run().count("(known)") == 4 and not seen
+    fake.cublasLtGetVersion = lambda: HERE + 1
+    assert "(known)" not in run() and seen == first

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -51,6 +52,18 @@ def err() -> Console:
 def print_json(value: Any) -> None:
     """`value` as JSON on standard output, for programs."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as JSON in the file at `path`, or, where that is `-`, on standard output."""
+    if str(path) == "-":
+        print_json(value)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+
+
+INTERRUPTED = "interrupted; what was measured is kept, and the same command goes on from there"
 
 
 def declare(app: typer.Typer, command: Callable[..., None], panel: str) -> None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
+from kgen.cli.app import INTERRUPTED, MISTAKES, UsageError, err, out, write_json
 from kgen.cli.files import existing, shipped, split_kernel
 from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices, refuse_unknown
-from kgen.cli.tune_products import op_of, tasks_of
+from kgen.cli.tune_products import declared, op_of, tasks_of
 from kgen.cli.tune_products import run as tune_products
 from kgen.cli.tune_products import show as show_products
 from kgen.dsl.diagnostics import KgenError
@@ -30,6 +30,7 @@ _DIRECTIONS = ("forward", "training", "backward")
 
 
 def tune(
+    context: typer.Context,
     targets: Annotated[
         list[str] | None,
         typer.Argument(metavar="FILE[:KERNEL]|NAME...", help="What to tune; NAME is a kernel that comes with kgen."),
@@ -109,6 +110,12 @@ def tune(
     if ops:
         if len(ops) < len(targets):
             raise UsageError("tune ops and kernels by two commands: their sizes have other names")
+        for option in ("backend", "gradients", "most", "jobs"):
+            source = context.get_parameter_source(option)
+            if source is not None and source.name != "DEFAULT":
+                flag = "candidates" if option == "most" else option
+                raise UsageError(f"--{flag} is for kernels, and the products of an op are the library's")
+        refuse_unknown(_everything(how, given), [declared(op).header for op, _ in ops.values()])
         work = [
             t for op, usual in ops.values() for t in tasks_of(op, usual, how, given, workspace_mb or (), accumulate)
         ]
@@ -116,7 +123,7 @@ def tune(
             raise typer.Exit(MISTAKES)
         return
     named = [target_of(t) for t in targets]
-    everything = replace(how, dims={**how.dims, **{d: n for one in given for d, n in one.items()}})
+    everything = _everything(how, given)
     refuse_unknown(everything, [k for t in named for k in t.kernel.module.kernels if k.name == t.kernel.name])
     cases = [c for target in named for c in cases_of(target, how, given, wanted)]
     machine = Machine.gpu()
@@ -125,6 +132,11 @@ def tune(
     outcomes = run(tasks, machine, options, export, json_file)
     if any(o.state == "failed" or o.problems for o in outcomes):
         raise typer.Exit(MISTAKES)
+
+
+def _everything(how: Choices, sizes: Sequence[dict[str, int]]) -> Choices:
+    """All names that are chosen, those of every call in one."""
+    return replace(how, dims={**how.dims, **{d: n for one in sizes for d, n in one.items()}})
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -145,16 +157,11 @@ def run(
         for outcome in _with_progress(tasks, machine, options):
             outcomes.append(outcome)
     except KeyboardInterrupt:
-        err().print("interrupted; what was measured is kept, and the same command goes on from there")
+        err().print(INTERRUPTED)
         raise
     finally:
         if json_file is not None:
-            data = _plain(machine, outcomes)
-            if str(json_file) == "-":
-                print_json(data)
-            else:
-                json_file.parent.mkdir(parents=True, exist_ok=True)
-                json_file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+            write_json(json_file, _plain(machine, outcomes))
         if outcomes and export is not None:
             _export(machine.name, export)
     _summary(outcomes)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kgen.cli.app import UsageError, err, out, print_json
+from kgen.cli.app import INTERRUPTED, UsageError, err, out, write_json
 from kgen.cli.files import split_kernel
 from kgen.dsl.diagnostics import KgenError
 
 if TYPE_CHECKING:
+    from kgen.dsl.host import ast as host
     from kgen.runtime.ahead import Choices
     from kgen.runtime.host.op import HostOp
     from kgen.runtime.products.cublaslt import Library
@@ -59,6 +60,11 @@ def op_of(text: str) -> tuple[HostOp, tuple[dict[str, Any], ...]] | None:
     return None
 
 
+def declared(op: HostOp) -> host.Op:
+    """`op` as its file has it."""
+    return next(o for o in op.module.ops if o.name == op.name)
+
+
 def tasks_of(
     op: HostOp,
     usual: Sequence[Mapping[str, Any]],
@@ -99,12 +105,11 @@ def problems_of(task: OpTask) -> list[Problem]:
     from kgen.runtime.op_target import op_target
     from kgen.runtime.products.tune import products_of
 
-    module = task.op.module
-    declared = next(o for o in module.ops if o.name == task.op.name)
-    found, sizes = planned(module, declared, task.how, workspace_mb=task.workspace_mb, accumulate=task.accumulate)
+    module, op = task.op.module, declared(task.op)
+    found, sizes = planned(module, op, task.how, workspace_mb=task.workspace_mb, accumulate=task.accumulate)
     if sizes is None:
         raise UsageError(f"{task.op.name}: give the size of every dimension, as in --sizes B=8192,H=4096,V=128256")
-    made = replace(op_target(module, declared, task.how, None, sizes.accumulate), plan=found)
+    made = replace(op_target(module, op, task.how, None, sizes.accumulate), plan=found)
     return products_of(found, {**made.dims, **sizes.chunks}, lambda v: (made.buffer(v.buffer)[0], made.shape(v)))
 
 
@@ -131,32 +136,39 @@ def run(
     problems = list(dict.fromkeys(p for t in tasks for p in problems_of(t)))
     if not problems:
         out().print("torch alone makes these products: rows that are no multiples of 16 bytes, or no 16-bit factors")
-    for p in problems:
-        before = known.get((p.kind, p.sizes))
-        if before is not None and not again:
-            out().print(f"{_head(p)}: {_said(before)} (known)", markup=False)
-            continue
-        if time.monotonic() > ends:
-            out().print(f"{_head(p)}: out of time", markup=False)
-            continue
-        outcomes.append(_measured(p, found, machine, ends))
-        for line in _lines(outcomes[-1]):
-            out().print(line, markup=False)
+    try:
+        for p in problems:
+            before = known.get((p.kind, p.sizes))
+            if before is not None and not again:
+                out().print(f"{_head(p)}: {_said(before)} (known)", markup=False)
+                continue
+            if time.monotonic() > ends:
+                out().print(f"{_head(p)}: out of time", markup=False)
+                continue
+            outcomes.append(_measured(p, found, machine, ends))
+            for line in _lines(outcomes[-1]):
+                out().print(line, markup=False)
+    except KeyboardInterrupt:
+        err().print(INTERRUPTED)
+        raise
+    finally:
+        if json_file is not None:
+            data = {"device": machine.name, "driver": machine.driver, "products": _plain(outcomes)}
+            write_json(json_file, data)
+        if export is not None:
+            _export(machine.name, export)
     if any(o.result is not None for o in outcomes):
         err().print(f"kept in {table.user_path(machine.name)}; KGEN_TUNED=0 does without", markup=False)
-    if json_file is not None:
-        data = {"device": machine.name, "driver": machine.driver, "products": _plain(outcomes)}
-        if str(json_file) == "-":
-            print_json(data)
-        else:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-    if export is not None:
-        results = table.load(table.user_path(machine.name))
-        export.parent.mkdir(parents=True, exist_ok=True)
-        export.write_text(table.text_of(machine.name, results), "utf-8")
-        err().print(f"{len(results)} results written to {export}", markup=False)
     return not any(o.failed or o.wrong for o in outcomes)
+
+
+def _export(device: str, path: Path) -> None:
+    from kgen.runtime.products import table
+
+    results = table.load(table.user_path(device))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(table.text_of(device, results), "utf-8")
+    err().print(f"{len(results)} results written to {path}", markup=False)
 
 
 def show(device: str) -> None:

@@ -39,8 +39,8 @@ class Measured:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a newer result replaces an older one of. Results of several versions of the library lie side by side, for
-        several installations of torch."""
+        """What a newer result replaces an older one of. Those of several versions of the library lie side by side, as
+        each installation of torch brings its own."""
         return self.kind, self.sizes, self.version
 
     def data(self) -> dict[str, Any]:
