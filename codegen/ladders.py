@@ -119,7 +119,8 @@ SUM_AHEAD = 1
 REGISTER_FILE = 64 << 10
 MOST_REGISTERS = 255  # of a thread
 OTHER_REGISTERS = 28
-# About how many it has beside the elements of a row at least: add_rms_norm f32 16384 holds 16 in 32 registers.
+# About how many it has beside the elements of a row at least: a normalisation of the sum of two rows of f32, 16384 long,
+# holds 16 in 32 registers.
 FEWEST_REGISTERS = 16
 # Adding up the shares: small programs, so that the few thousand elements of a target reach many multiprocessors.
 FINISH_THREADS = 64

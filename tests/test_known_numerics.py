@@ -472,10 +472,29 @@ def test_weight_gradients_do_not_drift_with_the_number_of_rows(backend: str) -> 
 
 
 def test_weight_gradients_of_long_rows(backend: str) -> None:
-    """Sums that no registers hold are kept in memory, which holds NaN before it is zeroed."""
+    """Sums that no registers hold: what rows give them is stored first."""
     x, w, g = randn(3, 20000), randn(20000, seed=1).requires_grad_(), randn(3, 20000, seed=2)
     (found,) = torch.autograd.grad(ops.rms_norm(x, w, backend=backend), w, g)
     assert worst(found, (F.rms_norm(x.double(), (20000,), None, 1e-6) * g.double()).sum(0), 20000) <= 1.0
+
+
+def test_sums_of_chunks_are_kept_in_memory(backend: str) -> None:
+    """In memory that holds NaN before it is zeroed."""
+    source = """kernel f(x: f32[M, N]) -> (y: f32[M, N], s: f32[N]):
+    parallel m in M
+    tile n in N
+    schedule cuda: chunk[n] = 32
+    schedule triton: chunk[n] = 32
+    r = sum(x[m, n], n)
+    y[m, n] = x[m, n] * r
+    s[n] += x[m, n] * r
+"""
+    x = randn(5, 100)
+    y, s = kgen.loads(source).f(x, backend=backend)
+    exact = x.double() * x.double().sum(-1, keepdim=True)
+    size = x.double().abs() * x.double().abs().sum(-1, keepdim=True)
+    assert ((y.double() - exact).abs() <= 110 * F32 * size).all()  # a sum of 100 terms, and a product
+    assert ((s.double() - exact.sum(0)).abs() <= 110 * F32 * size.sum(0)).all()
 
 
 def test_denominators_of_the_mean(backend: str) -> None:
