@@ -48,16 +48,18 @@ def choose(
     leaves: bool = False,
     knobs: Knobs | None = None,
     capability: int = _CLUSTERS_SINCE,
+    shares: int | None = None,
 ) -> Schedule:
     """The default schedule of `kernel`, which is in normal form, on `backend` (`cuda` or `triton`), with `knobs` in
     place of its sizes. Raises ScheduleError where they do not fit.
 
     `rows_hint`: about how many rows a call has; with few, a program takes fewer so that all of `num_sms` work.
     `sums`: how its sums over programs are spread, if it has any. `leaves`: whether programs may have nothing to do.
-    `capability`: the compute capability of the device, 90 for sm_90.
+    `capability`: the compute capability of the device, 90 for sm_90. `shares`: of a kernel that adds up the shares of a
+    sum, how many there are at most, where that is known.
     """
     wish = None if knobs is None else knobs.peel
-    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability, wish)
+    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability, wish, shares)
     out = schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
     if out.cluster > 1 and capability < _CLUSTERS_SINCE:
         raise ScheduleError(
@@ -77,9 +79,10 @@ def _default(
     leaves: bool,
     capability: int,
     wish: int | None,
+    shares: int | None,
 ) -> Schedule:
     if sums is not None and sums.split is None and kernel.tiles:
-        return _block_finish(kernel, backend)
+        return _block_finish(kernel, backend, shares)
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
@@ -136,13 +139,17 @@ def _flat_sum(kernel: ir.Kernel, variant: Variant, backend: str, sums: Sums) -> 
     return Schedule(threads, threads * points, points, name="flat")
 
 
-def _block_finish(kernel: ir.Kernel, backend: str) -> Schedule:
-    """A block of columns a program; its threads share out the rows of the workspace."""
+def _block_finish(kernel: ir.Kernel, backend: str, shares: int | None) -> Schedule:
+    """A block of columns a program; its threads share out the rows of the workspace, of which there are `shares`."""
     width = prod(a.extent.constant for a in kernel.tiles)
     threads = ladders.FINISH_BLOCK_THREADS
+    if backend == "cuda":
+        return Schedule(threads, threads // width, name="finish")
     # Triton's threads take several rows each, in flight together.
-    rows = threads // width * (ladders.TRITON_FINISH_ROWS if backend == "triton" else 1)
-    return Schedule(threads, rows, name="finish")
+    rows = threads // width * ladders.TRITON_FINISH_ROWS
+    if shares is not None:
+        rows = min(rows, max(ladders.TRITON_FINISH_ROWS, ceil_power(shares)))
+    return Schedule(max(32, rows * width // ladders.TRITON_FINISH_ROWS), rows, name="finish")
 
 
 # ---- CUDA ----------------------------------------------------------------------------------------------------------
@@ -381,7 +388,7 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
         if _in_place(kernel) and held_too == 1:
             most = ladders.TRITON_CHUNK_IN_PLACE[whole[axis]]
         if once:
-            most = min(most, ladders.TRITON_ONCE)
+            most = min(most, ladders.TRITON_ONCE_CHUNK)
         address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
         while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
             most //= 2
@@ -395,7 +402,9 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     sharing = min(32, max(1, block // (1 if axis is None else vector_limit(kernel, variant, axis))))
     while rows > 1 and rows * row_words(kernel) * sharing > ladders.TRITON_ROW_WORDS:
         rows //= 2
-    if chunks and held_too == 1 and not once:
+    if chunks and once:
+        warps = ladders.TRITON_ONCE_WARPS
+    elif chunks and held_too == 1:
         warps = (ladders.TRITON_WARPS_IN_PLACE if _in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
     else:
         warps = ladders.TRITON_WARPS[block * rows * held_too]

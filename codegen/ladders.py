@@ -50,9 +50,9 @@ PEELED_VECTORS = 32
 PREFETCH_WORDS = 32
 # 32-bit registers of what is loaded ahead of its use of weights that wait: two 16-byte vectors, or all slots where the
 # registers hold them. RMSNorm 2048x65536 takes 1.12 where each slot loads its weights, 1.06 one slot ahead and 1.05 two
-# slots ahead, the first two right behind the reduction (1.06 in front of its barrier, where 8 bytes spill, and 1.6 with
-# all eight slots, most of which spill). Its backward takes 1.36 without, 1.30 with all four slots in front of the
-# barrier, where other kernels of that shape spill with more than two.
+# slots ahead (1.04 where L1 gives them up last), the first two right behind the reduction; 1.06 in front of its
+# barrier, where 8 bytes spill, and 1.6 with all eight slots, most of which spill. Its backward takes 1.36 without, 1.30
+# with all four slots in front of the barrier, where other kernels of that shape spill with more than two.
 WAITING_WORDS = 8
 
 # Beyond this a thread is refused rather than compiled: it has 255 registers, and unrolled code grows with the tile.
@@ -119,13 +119,14 @@ SUM_AHEAD = 1
 REGISTER_FILE = 64 << 10
 MOST_REGISTERS = 255  # of a thread
 OTHER_REGISTERS = 28
-# About how many it has beside the elements of a row at least: a normalisation of the sum of two rows of f32, 16384 long,
-# holds 16 in 32 registers.
+# About how many it has beside the elements of a row at least: a normalisation of the sum of two rows in f32, of 16384
+# columns, holds 16 in 32 registers.
 FEWEST_REGISTERS = 16
 # Adding up the shares: small programs, so that the few thousand elements of a target reach many multiprocessors.
 FINISH_THREADS = 64
 # Where blocks of 32 columns are proved, 16 threads share out the rows of a column: latency, not bandwidth, counts.
 FINISH_BLOCK_THREADS = 512
+# Triton: rows a thread. No more rows together than there are: 16 shares of 65536 columns take 12 us in blocks of 64.
 TRITON_FINISH_ROWS = 4
 
 # ---- Triton --------------------------------------------------------------------------------------------------------
@@ -137,10 +138,13 @@ TRITON_FINISH_ROWS = 4
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 TRITON_WHOLE = 16 << 10
 TRITON_CHUNK = 16 << 10
-# The largest block of rows of which nothing is stored and that one pass is enough for, on TRITON_WARPS: there is
-# nothing to find again. What is reduced along the rows of the backward of RMSNorm, 2048x65536, takes 136 us in chunks
-# of 8K.
+# Rows of which nothing is stored and that one pass is enough for, so that there is nothing to find again: the largest
+# that are held whole, and the chunk of others with its warps. What is reduced along rows in the backward of RMSNorm,
+# 2048x65536, takes 132 us in chunks of 2K on 8 warps, one vector a thread, 143 us in 4K, 137 us in 8K, 159 us in 16K on
+# 16 warps.
 TRITON_ONCE = 8 << 10
+TRITON_ONCE_CHUNK = 2 << 10
+TRITON_ONCE_WARPS = 8
 TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
 # In place: the chunk by elements of the row, and its warps. Cross entropy in place takes 1.29 at 8192x32000 in chunks
 # of 8K on 8 warps and 1.34 in chunks of 16K on 16, 1.50 and 1.64 at 8192x50304, 1.53 and 1.50 at 4096x128256.

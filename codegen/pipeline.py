@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from kgen.codegen.again import loaded_again
 from kgen.codegen.alternate import alternated
@@ -106,18 +107,19 @@ def schedule_prepared(
     if override is not None:
         check(prepared.stages[0].kernel, backend, override)
 
-    def scheduled(stage: Stage, several: bool, own: Knobs | None) -> Scheduled:
+    def scheduled(stage: Stage, several: bool, own: Knobs | None, shares: int | None = None) -> Scheduled:
         # A schedule from outside is for the kernel's own loop: for every stage that makes partial sums, not for those
         # that add them up.
         ends = stage.sums is not None and stage.sums.split is None
         out = _scheduled(
-            stage, backend, num_sms, rows_hint, None if ends else own, None if ends else override, capability
+            stage, backend, num_sms, rows_hint, None if ends else own, None if ends else override, capability, shares
         )
         return replace(out, staged=several)
 
     def launches(cut: tuple[Stage, ...], first: Scheduled | None, own: Sequence[Knobs | None]) -> Scheduled:
         made = [first] if first is not None else []
-        made += [scheduled(s, len(cut) > 1, k) for s, k in zip(cut[len(made) :], own[len(made) :], strict=True)]
+        for stage, chosen in zip(cut[len(made) :], own[len(made) :], strict=True):
+            made.append(scheduled(stage, len(cut) > 1, chosen, _shares(stage, made)))
         return replace(made[0], then=tuple(made[1:]))
 
     cut = prepared.stages
@@ -127,6 +129,19 @@ def schedule_prepared(
         if others is not None:
             return launches(others, None, [None if knobs is None else _fitting(knobs, s) for s in others])
     return launches(cut, out, [knobs] * len(cut))
+
+
+def _shares(stage: Stage, made: Sequence[Scheduled]) -> int | None:
+    """Into how many shares `made` divide at most what `stage` adds up, where that is known."""
+    if stage.sums is None or stage.sums.split is not None:
+        return None
+    for m in made:
+        if m.sums is not None and m.sums.dim == stage.sums.dim:
+            kept = m.sums.row_axes(m.kernel) if m.sums.columns else m.sums.block_axes(m.kernel)
+            if all(a.extent.is_constant for a in kept):
+                rows = m.schedule.rows if m.sums.columns else 1
+                return max(1, m.schedule.programs // max(1, -(-prod(a.extent.constant for a in kept) // rows)))
+    return None
 
 
 def is_by_elements(prepared: Prepared, scheduled: Scheduled) -> bool:
@@ -162,6 +177,7 @@ def _scheduled(
     knobs: Knobs | None,
     override: Schedule | None,
     capability: int,
+    shares: int | None,
 ) -> Scheduled:
     kernel, variant, sums = narrow(stage.kernel), stage.variant, stage.sums
     leaves = idle(kernel)
@@ -177,6 +193,7 @@ def _scheduled(
         leaves=leaves is not None,
         knobs=knobs,
         capability=capability,
+        shares=shares,
     )
     check_peeled(kernel, variant, schedule)
     # In Triton what a thread has of several rows would be a block of rows and threads.

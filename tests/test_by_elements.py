@@ -325,6 +325,18 @@ def test_columns_are_masked_where_programs_have_too_many(n: int, ragged: bool) -
     within_bounds(c, sums_kit.run(c, "triton"))
 
 
+def test_threads_for_what_there_is() -> None:
+    """A vector a thread of a row that is reduced in one pass; no more rows of shares at a time than there are."""
+    c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 1, 65536, BF16))
+    rows, elements, finish = launches(c, "triton")
+    assert (rows.schedule.threads, rows.schedule.chunks) == (256, (("n", 2048),))
+    shares = elements.schedule.programs // (65536 // elements.schedule.rows)
+    assert (finish.schedule.rows, finish.schedule.threads) == (shares, shares * 32 // 4) == (16, 128)
+    c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 1, 4096, BF16))
+    whole, finish = launches(c, "triton")
+    assert whole.schedule.programs > 64 and finish.schedule.rows == 64
+
+
 # ---- who asks for it -----------------------------------------------------------------------------------------------
 
 

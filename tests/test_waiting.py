@@ -91,11 +91,11 @@ def test_two_slots_ahead_the_first_right_behind_the_reduction() -> None:
     behind = source[source.index("__syncthreads();") :]
     started = behind.index("2 slots ahead of its use, as a load waits for the stores in front of it: w.")
     assert started < behind.index("stay_packed(x_mn_raw);") < behind.index("rsqrtf(")
-    assert behind.count("*(const bf16x8*)(w + n)") == 1 and "n_slot < 2; ++n_slot" in behind
+    assert behind.count("load_staying((const bf16x8*)(w + n))") == 1 and "n_slot < 2; ++n_slot" in behind
     assert "const bf16x8 w_n_raw =" not in source
     loop = behind[behind.index("if (n_slot < 8 - 2) {") :]
     assert loop.index("const int n_ahead = n + 2 * THREADS * 8;") < loop.index(
-        "w_n_raw[n_slot + 2] = *(const bf16x8*)(w + n_ahead);"
+        "w_n_raw[n_slot + 2] = load_staying((const bf16x8*)(w + n_ahead));"
     ) < loop.index("w_n_raw[n_slot].get(v)")  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def test_several_weights_share_the_registers() -> None:
 def test_in_front_of_the_barrier_where_sums_leave_room(n: int, dtype: torch.dtype, remark: str) -> None:
     source = text(question("grad", 1, n, dtype), Schedule(256, 1, 16 // dtype.itemsize, name="row", programs=2))
     row = source[source.index("for (int m =") :]
+    assert "load_staying" not in source  # L1 has several programs to serve
     assert row.index("__shfl_xor_sync") < row.index(remark) < row.index("__shared__") < row.index("__syncthreads();")
     assert ("n_ahead" in row.split("__syncthreads();")[1]) == ("ahead" in remark)
 

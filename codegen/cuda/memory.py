@@ -147,14 +147,19 @@ def _times_stride(ctx: Context, tensor: ir.Tensor, axis: int, value: CExpr, part
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_pack(ctx: Context, let: ir.Let, pack: Pack, place: Address) -> str:
-    """The pack that `let` loads from `place`."""
+def read_pack(ctx: Context, let: ir.Let, pack: Pack, place: Address, *, staying: bool = False) -> str:
+    """The pack that `let` loads from `place`; `staying`: it is to stay in L1."""
     if ctx.peel is not None and isinstance(let.value, ir.Load):
         tensor = ctx.kernel.tensor(let.value.tensor)
         if ctx.axis(ctx.peel.axis).shifts(tensor, let.value.at, ctx.variant):
             return f"{ctx.helper('load_shifted')}<{pack.name}>({place.pointer}, {ctx.peeled('head')})"
     pointer = f"(const {pack.name}*)({place.pointer})"
-    return _load_kept(ctx, pointer, pack.bytes) if let.name in ctx.scheduled.kept else f"*{pointer}"
+    if let.name in ctx.scheduled.kept:
+        return _load_kept(ctx, pointer, pack.bytes)
+    if staying:
+        ctx.helper(f"load_staying {pack.bytes}")
+        return f"{ctx.helper('load_staying')}({pointer})"
+    return f"*{pointer}"
 
 
 def read_element(ctx: Context, let: ir.Let, tensor: ir.Tensor, place: Address, *, raw: bool = False) -> CExpr:

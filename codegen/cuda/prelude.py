@@ -12,6 +12,7 @@ PRIMITIVES = frozenset(
     {
         "cvt_f32_f16", "cvt_f16_f32", "cvt_bf16_f32", "cvt_f16_f64", "cvt_bf16_f64", "cvt_f16x2_f32",
         "cvt_bf16x2_f32", "exp2_approx", "prefetch_l2", "store_streaming",
+        "load_staying", "load_staying 16", "load_staying 8", "load_staying 4",
         "load_kept", "load_kept 16", "load_kept 8", "load_kept 4", "load_kept 2", "load_kept 1",
         "cluster_arrive", "cluster_wait", "cluster_barrier",
         "store_to_block_float", "store_to_block_int", "store_to_block_double", "store_to_block_long long",

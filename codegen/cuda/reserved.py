@@ -41,9 +41,9 @@ isnormal signbit fdivide saturate div ldiv lldiv isgreater isless isunordered fp
 
 _HELPERS = """
 cvt_f32_f16 cvt_f16_f32 cvt_bf16_f32 cvt_f16_f64 cvt_bf16_f64 cvt_f16x2_f32 cvt_bf16x2_f32 exp2_approx cvt_f32_bf16
-prefetch_l2 kept_policy load_kept load_shifted store_streaming stay_packed exp_approx sigmoid erf_f32 maximum minimum
-sign floor_div floor_mod round_f16 round_bf16 argmax_take argmin_take store_to_block cluster_arrive cluster_wait
-cluster_barrier kgen_host kgen_host_context kgen_host_kernel kgen_host_anchor
+prefetch_l2 kept_policy load_kept load_staying load_shifted store_streaming stay_packed exp_approx
+sigmoid erf_f32 maximum minimum sign floor_div floor_mod round_f16 round_bf16 argmax_take argmin_take
+store_to_block cluster_arrive cluster_wait cluster_barrier kgen_host kgen_host_context kgen_host_kernel kgen_host_anchor
 """
 
 _FLOAT_SUFFIXED = tuple(f"{name}f" for name in _MATH.split()) + tuple(f"{name}l" for name in _MATH.split())

@@ -161,7 +161,9 @@ class Waiting:
         ctx, load, h = self.ctx, let.value, self.ctx.holders[let.name]
         assert isinstance(load, ir.Load) and h.pack is not None  # as `_packs` says
         place = address(ctx, ctx.kernel.tensor(load.tensor), load.at, {})
-        ctx.lines.add(f"{h.name}[{slot}] = {read_pack(ctx, let, h.pack, place)};")
+        # A program that has a multiprocessor to itself: so does L1 what each of its rows reads.
+        staying = ctx.scheduled.sums is None and ctx.schedule.cluster == 1
+        ctx.lines.add(f"{h.name}[{slot}] = {read_pack(ctx, let, h.pack, place, staying=staying)};")
 
 
 def _room(ctx: Context) -> int:

@@ -16,6 +16,7 @@
 //   void           prefetch_l2(const void* p)              a hint that *p is read soon; here nothing
 //   unsigned long long kept_policy()                         with it L2 gives up last what is loaded; here nothing
 //   T              load_kept(const T* p, policy)             *p, loaded with a policy of L2
+//   T              load_staying(const T* p)                  *p, which L1 gives up last
 //   void           store_streaming<bytes>(void* p, const unsigned (&word)[n])   st.global.cs, bytes at a time
 //   void           cluster_arrive()                        the block has started: the first half of a barrier of its cluster
 //   void           cluster_wait()                          its second half: all blocks of the cluster have arrived

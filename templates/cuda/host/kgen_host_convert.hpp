@@ -58,6 +58,9 @@ inline unsigned long long kept_policy() { return 0; }
 template <class T>
 inline T load_kept(const T* from, unsigned long long) { return *from; }
 
+template <class T>
+inline T load_staying(const T* from) { return *from; }
+
 template <int BYTES, int WORDS>
 inline void store_streaming(void* to, const unsigned (&word)[WORDS]) {
     for (int i = 0; i < WORDS; ++i) ((unsigned*)to)[i] = word[i];
