@@ -331,7 +331,7 @@ def test_threads_for_what_there_is() -> None:
     rows, elements, finish = launches(c, "triton")
     assert (rows.schedule.threads, rows.schedule.chunks) == (256, (("n", 2048),))
     shares = elements.schedule.programs // (65536 // elements.schedule.rows)
-    assert (finish.schedule.rows, finish.schedule.threads) == (shares, shares * 32 // 4) == (16, 128)
+    assert shares == 8 and (finish.schedule.rows, finish.schedule.threads) == (8, 8 * 32 // 4)
     c = call(TEXT, "rms_norm_grad", **arguments("rms_norm_grad", 1, 4096, BF16))
     whole, finish = launches(c, "triton")
     assert whole.schedule.programs > 64 and finish.schedule.rows == 64
