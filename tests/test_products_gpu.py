@@ -130,6 +130,23 @@ def test_a_captured_graph_replays_them(known: list[str]) -> None:
     assert len(known) == before > 0
 
 
+def test_a_capture_that_meets_a_product_first_has_torchs(lt: Library) -> None:
+    p = Problem(Kind((False, True), "bf16", "bf16", False), 256, 512, 1024, (1024, 1024, 512))
+    o = Operands.of(p, torch.device("cuda"))
+    config = lt.algorithms(p)[-1].config
+    known = table.Chosen(
+        table.Table([Measured(p.kind, p.sizes, config, 1.0, 2.0, 0.0, 2, "", lt.version)], []), lambda: lt
+    )
+    multiply.by_torch(o.out, o.left, o.right, None, False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not known.multiply(o.out, o.left, o.right, False)
+        multiply.by_torch(o.out, o.left, o.right, None, False)
+    assert o.off(graph.replay, False) <= 1
+    assert o.off(lambda: known.multiply(o.out, o.left, o.right, False), False) <= 1  # which it makes now
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_device_that_is_not_current(known: list[str]) -> None:
     moved = [t.detach().to("cuda:1") for t in operands()]
