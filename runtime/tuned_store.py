@@ -143,11 +143,12 @@ def to_knobs(result: Result, kernel: ir.Kernel) -> Knobs | None:
 
 
 def devices() -> list[str]:
-    """The devices that there are results of, the user's or those that come with kgen, by the names of their files."""
+    """The devices that there are results of, of kernels or of matrix products, the user's or those that come with kgen,
+    by the names of their files."""
     folders = [shipped_path("device").parent]
     with contextlib.suppress(RuntimeError):
         folders.append(user_folder())
-    return sorted({p.stem for folder in folders for p in folder.glob("*.json")})
+    return sorted({p.stem for folder in folders for kind in ("*.json", "products/*.json") for p in folder.glob(kind)})
 
 
 def load(path: Path | None, data: bytes | None = None) -> list[Result]:

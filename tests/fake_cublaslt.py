@@ -19,6 +19,7 @@ class FakeLt:
     def __init__(self, tiles: tuple[int, ...] = (20, 29), split: tuple[int, ...] = (), refused: tuple[int, ...] = ()):
         self.tiles, self.split, self.refused = tiles, split, refused
         self.calls: list[int] = []
+        self.status = 15  # CUBLAS_STATUS_NOT_SUPPORTED
         self._things: dict[int, Any] = {}
         self._names = itertools.count(1)
         for name in [n for n in dir(self) if n.startswith("_do_")]:
@@ -89,7 +90,7 @@ class FakeLt:
     ) -> int:  # fmt: skip
         tile = ctypes.c_uint64.from_address(algorithm).value
         if tile in self.refused:
-            return 15  # CUBLAS_STATUS_NOT_SUPPORTED
+            return self.status
         assert (size == 0 or workspace) and min(a, b, d) > 1 << 16
         self.calls.append(tile)
         transposed = self._things[desc.value]

@@ -18,6 +18,7 @@ from kgen.cli import app
 from kgen.cli.tune_products import op_of, problems_of, tasks_of
 from kgen.dsl.diagnostics import KgenError
 from kgen.runtime.ahead import Choices
+from kgen.runtime.errors import BackendError
 from kgen.runtime.products import cublaslt, multiply, table, tune
 from kgen.runtime.products.problem import Kind, Problem, distance
 from kgen.runtime.products.table import Chosen, Measured, Table
@@ -294,6 +295,14 @@ def test_an_algorithm_that_is_refused_is_not_asked_again(fake: Any) -> None:
     assert not known.multiply(c, a, b, False) and torch.equal(c, before)
     fake.refused = ()
     assert not known.multiply(c, a, b, False) and not fake.calls
+
+
+def test_a_failure_is_told(fake: Any) -> None:
+    """Behind it nobody knows what the result is: torch must not add to it."""
+    c, a, b = matrices(64, 32, 16, (False, False), BF16, BF16)
+    fake.refused, fake.status = (29,), 13  # CUBLAS_STATUS_EXECUTION_FAILED
+    with pytest.raises(BackendError, match="status 13"):
+        chosen(fake, measured()).multiply(c, a, b, False)
 
 
 def test_split_sums_are_never_taken(fake: Any) -> None:

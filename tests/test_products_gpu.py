@@ -156,6 +156,15 @@ def test_on_a_device_that_is_not_current(known: list[str]) -> None:
     assert known
 
 
+def test_a_mode_of_the_dispatcher_sees_the_products(known: list[str]) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, w, target = operands()
+    with FlopCounterMode(display=False) as counter:
+        gradients(x, w, target)
+    assert not known and counter.get_total_flops() == 3 * 2 * 1024 * 512 * 2048
+
+
 def test_several_streams_at_once(known: list[str]) -> None:
     x, w, target = operands()
     expected = gradients(x, w, target)

@@ -28,8 +28,6 @@ WARP = 32  # threads that share a row of logits, at least
 STEPS = 32  # parts in which the reference takes the tokens; a chunk that is a multiple of one has the sharper bound
 BLOCK = 1 << 14  # rows of a gradient that are compared at once
 
-_LOGITS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.empty)
-
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the loss, its gradient by x, its gradient by w
 
 
@@ -220,7 +218,7 @@ class Problem:
 
 
 class Watch(TorchDispatchMode):
-    """The most rows of logits of `vocab` classes at a time, and the bytes of storages that appear."""
+    """The rows of the largest product that has logits of `vocab` classes, and the bytes of storages that appear."""
 
     def __init__(self, vocab: int, given: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -229,8 +227,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A product need not be torch's: then the memory for its logits is.
-        if func.overloadpacket in _LOGITS and result.ndim == 2 and result.shape[1] == self.vocab:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and result.shape[1] == self.vocab:
             self.rows = max(self.rows, result.shape[0])
         if func.namespace == "aten":
             for t in tree_leaves(result):

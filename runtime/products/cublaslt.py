@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kgen.runtime.errors import BackendError
 from kgen.runtime.products.problem import Problem
 
 # From cublasLt.h and library_types.h: enumerations are part of the interface and keep their values.
@@ -28,6 +29,7 @@ _CONFIG = {"id": (0, 4), "tile": (1, 4), "split": (2, 4), "reduction": (3, 4), "
 WORKSPACE = 1 << 20  # bytes; algorithms that take no more do not split sums
 MOST = 16  # algorithms to ask for
 _SUCCESS = 0
+_REFUSED = (7, 8, 15)  # CUBLAS_STATUS_INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED: said before anything is launched
 
 Config = Mapping[str, int]
 
@@ -177,7 +179,8 @@ class Product:
 
     def __call__(self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
         """Whether the library took it; where it did not, `out` is as it was. The matrices are those of the problem, on
-        the current device, and aligned to `problem.ALIGNMENT` bytes."""
+        the current device, and aligned to `problem.ALIGNMENT` bytes. Raises BackendError for a failure behind which
+        nobody knows what `out` is."""
         # A workspace of its own: calls on several streams, or recorded in a graph, do not share one.
         size = self._workspace
         workspace = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
@@ -187,16 +190,19 @@ class Product:
             result, self._c, result, self._c, self._algorithm, None if workspace is None else workspace.data_ptr(),
             size, torch.cuda.current_stream(out.device).cuda_stream,
         )  # fmt: skip
+        if code not in (_SUCCESS, *_REFUSED):
+            raise BackendError(f"cublasLtMatmul failed with status {code}")
         return code == _SUCCESS
 
 
 @cache
 def library(index: int) -> Library | None:
-    """That of the GPU with this index; None where there is none of torch's version."""
+    """That of the GPU with this index; None where there is none of torch's version. Raises what torch does for a device
+    without memory."""
     major = (torch.version.cuda or "").split(".")[0]
     try:
         with torch.cuda.device(index):
             torch.empty(1, device="cuda")  # so that there is a context
             return Library(ctypes.CDLL(f"libcublasLt.so.{major}"))
-    except (OSError, AttributeError, RuntimeError, Unsupported):
+    except (OSError, AttributeError, Unsupported):
         return None
