@@ -392,7 +392,7 @@ def _operator_help(token: str) -> str:
 
 def _character_help(char: str) -> str:
     plain = {
-        "&": "conditions are combined with 'and'",
+        "&": "conditions are combined with 'and'; there are no operators on bits",
         "~": "a condition is negated with 'not'",
         "^": "a power is written a ** b",
         ";": "put each statement on a line of its own",

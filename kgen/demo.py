@@ -1,4 +1,5 @@
-"""`make demo`: every shipped op, built for both backends and run at the widths of Llama 3 8B.
+"""`make demo`: every shipped kernel built for both backends; those that are an op of their own run at the widths of
+Llama 3 8B.
 
 On a GPU where there is one, else on the CPU's executors, it prints how far each backend is from float64, how much of
 the derived error bound that is, and how far the two backends are from each other. The exit code is 1 if any is
@@ -44,7 +45,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The shipped kernels. Arguments are named as in their signatures."""
+    """The shipped ops that are one kernel, and an example. Arguments are named as in their signatures."""
 
     def packaged(file: str, name: str) -> Kernel:
         return getattr(load_packaged(f"{file}.kdsl"), name)
@@ -66,6 +67,12 @@ def cases() -> Iterator[Case]:
             },
         )  # fmt: skip
     yield Case(
+        "add_rms_norm",
+        packaged("add_rms_norm", "add_rms_norm"),
+        f"{HIDDEN}",
+        lambda m, r: {"x": r(m, HIDDEN), "residual": r(m, HIDDEN), "w": r(HIDDEN)},
+    )
+    yield Case(
         "layer_norm",
         packaged("layer_norm", "layer_norm"),
         f"{HIDDEN}",
@@ -73,6 +80,7 @@ def cases() -> Iterator[Case]:
     )
     for name in ("softmax", "log_softmax"):
         yield Case(name, packaged("softmax", name), f"{VOCAB}", lambda m, r: {"x": r(max(2, m // 8), VOCAB)})
+    yield Case("cross_entropy", packaged("cross_entropy", "cross_entropy"), f"{VOCAB}", _labelled)
     for style, interleaved in (("halves", False), ("pairs", True)):
         yield Case(
             f"rope {style}",
@@ -83,6 +91,11 @@ def cases() -> Iterator[Case]:
                 "interleaved": interleaved,
             },
         )  # fmt: skip
+
+
+def _labelled(rows: int, rand: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    logits = rand(max(2, rows // 8), VOCAB)
+    return {"logits": logits, "target": logits.argmax(-1)}
 
 
 def run(case: Case, device: torch.device, rows: int, table: Table) -> bool:
@@ -169,7 +182,7 @@ def main() -> int:
     console.print(table)
     console.print(
         "max error: largest distance from float64. allowed: the rounding error that the numerics contract leaves\n"
-        "there, about half a unit in the last place of bf16 (docs/language.md, section 4).\n"
+        "there (docs/language.md, section 4). Results in bf16 reach it: it is half a unit in their last place.\n"
         "c - t: largest distance between the CUDA and the Triton result."
     )
     console.print(f"Generated sources: {GENERATED}/<file>/<op>.cu and <op>_triton.py")

@@ -159,6 +159,18 @@ kernel f(x: T[N], flag: const bool) -> (y: T[N]):
     assert only.notes == ("this is so when flag is false",)
 
 
+def test_a_tensor_is_given_or_absent() -> None:
+    text = """
+kernel f(x: T[N], w: T[N]?, flag: const bool) -> (y: T[N]):
+    parallel n in N
+    if w and flag:
+        a = x[n]
+    y[n] = a
+"""
+    notes = [finding.notes for finding in findings(text)]
+    assert notes == [("this is so when w is given and flag is false",)]
+
+
 def test_a_mistake_is_reported_once_and_the_rest_is_still_checked() -> None:
     text = """
 kernel f(x: T[M, N]) -> (y: T[M, N], z: T[M]):

@@ -304,6 +304,8 @@ def test_what_comes_with_kgen_is_named_by_its_name(here: Path) -> None:
         ("check", "gegl"): "there is no file gegl; did you mean 'geglu', which comes with kgen?",
         ("fmt", "geglu"): "there is no file geglu; 'geglu' comes with kgen, in ",
         ("show", "elsewhere/geglu"): "there is no file elsewhere/geglu\n",
+        ("show", "swiglu.kdsl:geglu"): "its kernels go by their names alone, geglu, geglu_tanh, swiglu\n",
+        ("show", "elsewhere/swiglu.kdsl"): "there is no file elsewhere/swiglu.kdsl\n",
     }.items():
         code, _, err = run(*args)
         assert code == 2 and says in err, err

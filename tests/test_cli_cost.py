@@ -60,7 +60,7 @@ def test_the_machine_is_named_or_follows_from_the_architecture() -> None:
     assert data(NORM, "-s", "cost", "--arch", "sm_80")["cost"]["machine"]["name"] == "a100"
     assert data(NORM, "-s", "cost")["cost"]["machine"]["name"] == "h200"
     for args, message in [
-        (("-s", "cost", "--gpu", "h300"), "it is none of h200, h100, a100"),
+        (("-s", "cost", "--gpu", "h300"), "there is no machine 'h300' here; they are h200, h100, a100"),
         (("-s", "cost", "--gpu", "a100", "--arch", "sm_90"), "NVIDIA A100 SXM (80 GB) is sm_80"),
         (("-s", "cost", "--arch", "sm_70"), "no machine with it is known; name one: --gpu h200"),
         (("-s", "cuda", "--gpu", "h200"), "--gpu is for --stage cost and schedule"),

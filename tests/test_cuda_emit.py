@@ -12,8 +12,10 @@ from emit_kernels import GATE, GRID, NORM, PICK, SCALED, SOFTMAX
 
 from kgen.codegen.cuda import host_source
 from kgen.codegen.cuda.reserved import RESERVED
+from kgen.codegen.cuda.text import Lines
 from kgen.codegen.schedule import Schedule
 from kgen.dsl.builtins import SCALAR_OPS
+from kgen.dsl.source import SourceFile, Span
 from kgen.runtime.nvrtc import compile_cuda
 
 
@@ -233,6 +235,28 @@ def test_text_reads_like_the_source() -> None:
     store = next(i for i, line in enumerate(lines) if "= x_mn * s *" in line)
     span = program.lines[store]
     assert span is not None and span.line == 6
+
+
+def test_a_comment_is_not_said_twice_in_a_row() -> None:
+    """Across parts that are put together; behind an empty line or a block it is said again."""
+    span = Span(SourceFile("f.kdsl", "y[n] = x[n]\n"), 1, 1, 1, 12)
+
+    def part(gap: bool = False, block: bool = False) -> Lines:
+        lines = Lines()
+        lines.comment(span)
+        lines.add("a;")
+        if block:
+            with lines.block("if (b)"):
+                lines.add("c;")
+        if gap:
+            lines.gap()
+        return lines
+
+    def together(first: Lines) -> int:
+        first.extend(part())
+        return sum("// f.kdsl" in text for text, _ in first.items)
+
+    assert [together(part()), together(part(gap=True)), together(part(block=True))] == [1, 2, 2]
 
 
 def test_nothing_is_defined_that_is_not_used() -> None:

@@ -106,6 +106,7 @@ def test_mistakes(body, code):
         ("y = x * w", "K0110", "the only operators are a @ b, a @ b + c and +="),
         ("y = 2.0 * x @ w.T", "K0110", "what is computed of single elements stands in a kernel"),
         ("y = x @ w.T + y + s", "K0110", "a product may have one matrix or row added"),
+        ("y = x @ w.T + x @ w.T", "K0110", "a statement has one product"),
         ("y = x == w", "K0110", "the only operators are"),
         ("y = x[0:3] @ w.T", "K0110", "no slices but chunks: x[c] in for c in chunks(B):"),
         ("y = x.sum(0)", "K0110", "tensors have no methods"),

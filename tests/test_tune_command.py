@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kgen.cli import app
 from kgen.runtime.ahead import Choices
 from kgen.runtime.tune import Job, Machine
-from kgen.runtime.tuned_store import load, user_path
+from kgen.runtime.tuned_store import Result, Subject, load, user_path
 
 command = importlib.import_module("kgen.cli.tune")  # the package has the function by that name
 pytestmark = pytest.mark.usefixtures("tuned_folder")
@@ -120,6 +120,16 @@ def test_every_usual_size_is_a_case() -> None:
 def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 2 and message in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [("cuda", "threads=256, chunk[0]=4096, chunk[1]=8"), ("triton", "warps=8, chunk[0]=4096, chunk[1]=8")],
+)
+def test_knobs_have_the_names_of_the_language(backend: str, says: str) -> None:
+    knobs = {"threads": 256, "chunks": {"0": 4096, "1": 8}}
+    subject = Subject("", backend, (), "")
+    assert command.knobs_text(Result(subject, "f", {}, {}, knobs, 1.0, 2.0)) == says
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

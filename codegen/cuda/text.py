@@ -155,14 +155,17 @@ class Lines:
         self.items.append(("    " * self.depth + text if text else "", self.span if text else None))
 
     def extend(self, other: Lines) -> None:
-        """Append lines that were collected apart."""
-        self.items.extend(other.items)
-        self.forget()
+        """Append lines that were collected apart; a first comment that repeats the one above is left out."""
+        text, depth = self._said[-1] if self._said else ("", 0)
+        again = text and self.items[-1][0] and other.items and other.items[0][0] == "    " * depth + text
+        self.items.extend(other.items[1:] if again else other.items)
+        self._said.append(other._said[-1] if other._said else ("", 0))
 
     def gap(self) -> None:
         """An empty line, unless at the start of a block or after another."""
         if self.items and self.items[-1][0] and not self.items[-1][0].endswith("{"):
             self.items.append(("", None))
+            self.forget()
 
     def comment(self, span: Span) -> None:
         """Say which source line follows, once for consecutive statements of one line in one block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +50,10 @@ class Choices:
         """The answers given on this path."""
         return dict(self._memo)
 
-    def describe(self) -> tuple[str, ...]:
-        """The answers given on this path, in words."""
-        return tuple(f"{key} is {'true' if value else 'false'}" for key, value in self._memo.items())
+    def describe(self, optional: Collection[str]) -> tuple[str, ...]:
+        """The answers given on this path, in words: of an `optional` tensor, whether it is given."""
+        words = {True: ("given", "true"), False: ("absent", "false")}
+        return tuple(f"{key} is {words[value][key not in optional]}" for key, value in self._memo.items())
 
     def next_path(self) -> bool:
         """Move on; False when every path has been taken (or too many have)."""
@@ -227,5 +228,6 @@ class Scope:
 
     def path_notes(self) -> tuple[str, ...]:
         """For a message: which choices lead here, when there were any."""
-        taken = self.choices.describe() if self.spec is None else ()
+        optional = {t.follows or t.name for t in self.signature.tensors if t.optional}
+        taken = self.choices.describe(optional) if self.spec is None else ()
         return (f"this is so when {' and '.join(taken)}",) if taken else ()

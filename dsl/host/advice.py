@@ -60,6 +60,8 @@ def advice(token: Token, before: Sequence[Token], opened: str) -> str | None:
         return "there are no slices but chunks: x[c] in for c in chunks(B):"
     if kind in ("IF", "ELSE") and before:
         return "a choice by what is known beforehand is a statement, if flag:; one by element stands in a kernel"
+    if kind == "AT" and any(t.type == "AT" for t in before):
+        return "a statement has one product: give the other a name above, or, of a sum, write += for each"
     if kind in _ARITHMETIC and any(t.type == "AT" for t in before):
         return f"a product may have one matrix or row added, a @ b + c; {_ELEMENTS}"
     if kind == "MINUS" or (before and before[-1].type == "MINUS"):

@@ -146,7 +146,8 @@ class Scope:
     ) -> Stop:
         """Report a mistake; raise what comes back to leave the statement."""
         self.broken = True
-        taken = self.choices.describe() if self.spec is None else ()
+        optional = {t.name for t in self.signature.tensors if t.optional}
+        taken = self.choices.describe(optional) if self.spec is None else ()
         if taken:
             notes = (*notes, f"this is so when {' and '.join(taken)}")
         self.diagnostics.error(code, message, span, label=label, help=help, notes=notes)

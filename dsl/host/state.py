@@ -25,6 +25,8 @@ from kgen.dsl.host import ir
 from kgen.dsl.host.rows import Mixes, Rows
 from kgen.dsl.source import Span
 
+ONE_OR_THE_OTHER = "write += everywhere, or use a name for each"
+
 
 class Fault(Exception):
     """Why a statement cannot stand where it stands: code, message, place, help and notes of the error."""
@@ -261,7 +263,7 @@ class State:
     def _store(self, v: ir.View, extent: Extent) -> None:
         h, name = self.holdings[v.tensor], name_of(v)
         if h.summed:
-            raise Fault("K0607", f"'{name}' is a sum and is also assigned", v.span, "use a name for each")
+            raise Fault("K0607", f"'{name}' is a sum and is also assigned", v.span, ONE_OR_THE_OTHER)
         if self._sliced(v):
             self._fill(v)
             return
@@ -296,7 +298,7 @@ class State:
     def _add(self, v: ir.View, extent: Extent) -> None:
         h, name = self.holdings[v.tensor], name_of(v)
         if self.touched(v.tensor) and not h.summed:
-            raise Fault("K0607", f"'{name}' is assigned and also summed", v.span, "use a name for each")
+            raise Fault("K0607", f"'{name}' is assigned and also summed", v.span, ONE_OR_THE_OTHER)
         h.summed = True
         if self._sliced(v):
             self._fill(v)

@@ -14,7 +14,7 @@ from kgen.dsl.host import ir
 from kgen.dsl.host.collectives import is_collective
 from kgen.dsl.host.expressions import Expressions
 from kgen.dsl.host.scope import GRADIENT, Loop, Scope, Stop
-from kgen.dsl.host.state import whole_in_loop
+from kgen.dsl.host.state import ONE_OR_THE_OTHER, whole_in_loop
 from kgen.dsl.host.values import assigned
 
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
@@ -165,7 +165,7 @@ class Statements:
         assert held is not None
         if scope.state.touched(held.tensor):
             if scope.storage.get(t.id) == held.tensor and scope.state.summed(held.tensor):
-                raise scope.fail("K0607", f"'{t.id}' is a sum and is also assigned", t.span, "use a name for each")
+                raise scope.fail("K0607", f"'{t.id}' is a sum and is also assigned", t.span, ONE_OR_THE_OTHER)
             before, version = scope.names[t.id], scope.seen.get(t.id, 0)
             self._store_for(t.id, p)
             # Until it is assigned the name stands for what it did.

@@ -41,7 +41,7 @@ def machine_of(gpu: str | None, arch: str, arch_given: bool) -> Machine:
             raise UsageError(f"--arch {arch}: no machine with it is known; name one: --gpu {', '.join(MACHINES)}")
         return found
     if gpu.lower() not in MACHINES:
-        raise UsageError(f"--gpu {gpu}: it is none of {', '.join(MACHINES)}")
+        raise UsageError(f"--gpu: there is no machine '{gpu}' here; they are {', '.join(MACHINES)}")
     found = MACHINES[gpu.lower()]
     if arch_given and arch.rstrip("af") != found.arch:
         raise UsageError(f"--arch {arch}: {found.title} is {found.arch}; leave --arch out, or name another --gpu")
@@ -150,15 +150,15 @@ def _column(la: LaunchCost) -> dict[str, str]:
         "schedule": f"{s.name}{chunks}" if s.name else "given",
         "chosen by": s.by,
         "threads a program": str(s.threads) if s.cluster == 1 else f"{s.threads} in each of {s.cluster} blocks",
-        "rows a program": str(s.rows),
+        "rows a program": f"{s.rows} points" if s.name == "flat" else str(s.rows),
         "programs": f"{a.programs:_}".replace("_", " "),
-        "asks for": _bytes(a.read),
-        "stores": _bytes(a.written),
+        "loads": _bytes(a.read),
         "of that again": _bytes(again),
+        "stores": _bytes(a.written),
         "passes over a row": str(passes),
         "registers a thread": str(used.registers),
         "spilled bytes a thread": str(spills),
-        "shared memory": f"{used.shared_bytes} + {la.dynamic_shared} bytes",
+        "shared memory": f"{used.shared_bytes} B static + {la.dynamic_shared} B dynamic",
         "programs a multiprocessor": f"{fits.programs}{blocks} ({fits.share:.0%} of its warps)",
         "limited by": by,
         "waves": f"{la.waves:.2f}",

@@ -53,11 +53,14 @@ def _similar(path: Path) -> str:
     except OSError:
         return ""
     close = difflib.get_close_matches(path.name, names, 1)
+    known = shipped() if path.name == str(path) else {}
+    here = sorted(name for name, file in known.items() if file.name == path.name)
+    if here:
+        return f"; it comes with kgen, in {known[here[0]]}: its kernels go by their names alone, {', '.join(here)}"
     if close:
         return f"; did you mean {path.parent / close[0]}?"
     if not str(path).isidentifier():
         return ""
-    known = shipped()
     if str(path) in known:
         return f"; '{path}' comes with kgen, in {known[str(path)]}"
     close = difflib.get_close_matches(str(path), known, 1)

@@ -94,7 +94,7 @@ def declarations(kernel: ir.Kernel) -> list[str]:
         dims = [("*" if t.star and i == 0 else "") + str(p) for i, p in enumerate(t.shape)]
         out.append(f"{t.role:8} {t.name}: {t.dtype}[{', '.join(dims)}]")
     out += [f"scalar   {p.name}: {p.dtype}" + ("" if p.default is None else f" = {p.default}") for p in kernel.scalars]
-    out += [f"const    {n} = {v}" for n, v in kernel.consts]
+    out += [f"const    {n} = {str(v).lower() if isinstance(v, bool) else v}" for n, v in kernel.consts]
     out += [f"{a.kind:8} {a.name} in {a.extent}" for a in kernel.axes]
     out += [f"require  {r.left} {r.op} {r.right}" for r in kernel.requires]
     return out

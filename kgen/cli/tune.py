@@ -18,6 +18,7 @@ from kgen.cli.tune_products import declared, op_of, tasks_of
 from kgen.cli.tune_products import run as tune_products
 from kgen.cli.tune_products import show as show_products
 from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.knobs import WARP
 
 if TYPE_CHECKING:
     from kgen.runtime.ahead import Choices
@@ -296,8 +297,21 @@ def _lines(o: Outcome) -> Iterator[str]:
 def _said(r: Result) -> str:
     if not r.knobs:
         return f"{r.us:.1f} us, the default stays ({r.tried} tried)"
-    knobs = ", ".join(f"{n}={v}" for n, v in r.knobs.items())
+    knobs = knobs_text(r)
     return f"{r.us:.1f} us, {r.default_us / r.us:.2f} times as fast as the default, with {knobs} ({r.tried} tried)"
+
+
+def knobs_text(r: Result) -> str:
+    """The knobs of `r` by the names of `schedule` statements; chunk[0] is of the first tile index."""
+    words: list[str] = []
+    for name, value in r.knobs.items():
+        if name == "chunks":
+            words += [f"chunk[{tile}]={n}" for tile, n in value.items()]
+        elif name == "threads" and r.subject.backend == "triton":
+            words.append(f"warps={value // WARP}")
+        else:
+            words.append(f"{name}={value}")
+    return ", ".join(words)
 
 
 def _summary(outcomes: Sequence[Outcome]) -> None:
@@ -354,8 +368,13 @@ def _show(device: str | None) -> None:
                 continue
             console.print(f"{path}: {len(results)} results", markup=False)
             table = Table(box=None, pad_edge=False)
-            for head in ("kernel", "backend", "dtypes", "sizes", "us", "default", "schedule"):
-                table.add_column(head, justify="right" if head in ("us", "default") else "left")
+            for head in ("kernel", "backend", "dtypes", "sizes", "us", "default us", "schedule"):
+                table.add_column(
+                    head,
+                    justify="right" if "us" in head else "left",
+                    no_wrap=head == "kernel",
+                    min_width=12 if head == "schedule" else None,
+                )
             ignored = 0
             for r in results:
                 if driver is not None and path == user_path(name) and r.driver != driver:
@@ -364,7 +383,7 @@ def _show(device: str | None) -> None:
                 table.add_row(
                     r.name, r.subject.backend, " ".join(dict.fromkeys(r.dtypes.values())),
                     ", ".join(f"{d}={n}" for d, n in r.dims.items()), f"{r.us:.1f}", f"{r.default_us:.1f}",
-                    ", ".join(f"{n}={v}" for n, v in r.knobs.items()) or "default",
+                    knobs_text(r) or "default",
                 )  # fmt: skip
             console.print(table)
             if ignored:
