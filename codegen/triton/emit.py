@@ -187,7 +187,7 @@ class _Emitter:
     def _steps(self, steps: Iterable[Step]) -> list[_Line]:
         lines: list[_Line] = []
         for step in steps:
-            lanes = MaskedLanes(step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
+            lanes = MaskedLanes(self.kernel, step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
             if isinstance(step, Leave):
                 condition = self.expressions.value(step.condition).text
                 lines += [

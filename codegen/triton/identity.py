@@ -2,7 +2,8 @@
 
 A load may give its masked lanes a value (`other=`). Where that value, taken through the arithmetic, arrives at a
 reduction as its identity, nothing more is to be done: zeros stay zeros under `x * x`. Otherwise the reduction selects
-the identity itself. Values are followed exactly or not at all.
+the identity itself. Values are followed exactly or not at all: what memory cannot hold is no `other`, the masked lanes
+of one axis are not those of another, and nothing is said of what would be NaN.
 """
 
 from __future__ import annotations
@@ -28,29 +29,45 @@ _FOLD: dict[str, Callable[..., Any]] = {
 class MaskedLanes:
     """The choice of `other` for the loads of one straight stretch of statements."""
 
-    def __init__(self, body: Iterable[ir.Stmt], ragged: frozenset[str]) -> None:
-        """`ragged`: the tile indices whose blocks have masked lanes."""
+    def __init__(self, kernel: ir.Kernel, body: Iterable[ir.Stmt], ragged: frozenset[str]) -> None:
+        """`body`: statements of `kernel`. `ragged`: the tile indices whose blocks have masked lanes."""
+        self.kernel = kernel
+        self.ragged = ragged
         self.lets = {s.name: s.value for s in body if isinstance(s, ir.Let)}
         self.other: dict[str, Number] = {}
         for value in self.lets.values():
             if isinstance(value, ir.Reduce) and ragged.intersection(value.over):
-                self._choose(value, ragged)
+                self._choose(value)
 
     def holds_identity(self, e: ir.Reduce) -> bool:
         """Whether the masked lanes of the argument are the identity of the reduction, given the chosen `other`s."""
-        return _same(self._fold(e.arg, self.other), identity(e.kind, e.arg.dtype))
+        return self._settles(e, self.other)
 
-    def _choose(self, e: ir.Reduce, ragged: frozenset[str]) -> None:
+    def _choose(self, e: ir.Reduce) -> None:
         """Give the loads below `e` that are still free the identity, or zero, if that settles the reduction."""
         wanted = identity(e.kind, e.arg.dtype)
         free = [n for n in self._loads(e.arg) if n not in self.other]
-        if any(ragged.intersection(e.over) - self.lets[n].axes for n in free):
-            return  # not masked along the edge in question
         for fill in (wanted, 0.0 if isinstance(wanted, float) else 0):
-            trial = {**self.other, **{n: self._fill(n, fill) for n in free}}
-            if _same(self._fold(e.arg, trial), wanted):
+            trial = {**self.other, **{n: self._fill(n, fill) for n in free if self._can_hold(n, fill)}}
+            if self._settles(e, trial):
                 self.other = trial
                 return
+
+    def _settles(self, e: ir.Reduce, other: dict[str, Number]) -> bool:
+        """Whether `other` takes the masked lanes of the argument of `e` to the identity."""
+        edge = self.ragged.intersection(e.over)
+        masked = {n: v for n, v in other.items() if edge <= self.lets[n].axes}  # others hold elements there
+        return _same(self._fold(e.arg, masked), identity(e.kind, e.arg.dtype))
+
+    def _can_hold(self, name: str, value: Number) -> bool:
+        """Whether an element of the tensor that `name` is loaded from can be `value`."""
+        load = self.lets[name]
+        assert isinstance(load, ir.Load)  # as `_loads` says
+        dtype = self.kernel.tensor(load.tensor).dtype
+        if dtype.kind != "int":
+            return True
+        low = -(1 << (dtype.bits - 1)) if dtype.signed else 0
+        return low <= value < low + (1 << dtype.bits)
 
     def _fill(self, name: str, value: Number) -> Number:
         kind = self.lets[name].dtype.kind
@@ -69,7 +86,11 @@ class MaskedLanes:
         return out
 
     def _fold(self, e: ir.Expr, other: dict[str, Number]) -> Number | None:
-        """The value of `e` in masked lanes; None if it is not known."""
+        """The value of `e` in masked lanes; None if it is not known, or NaN, which Python's `max` does not keep."""
+        value = self._exactly(e, other)
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    def _exactly(self, e: ir.Expr, other: dict[str, Number]) -> Number | None:
         if isinstance(e, ir.Const):
             return e.value
         if isinstance(e, ir.Ref):
