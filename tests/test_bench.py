@@ -409,6 +409,15 @@ def whole() -> Record:
     return result(rows, **{"not reached": ["rope forward 1x1x1x1x2"]})
 
 
+def test_a_cell_says_why_there_is_no_time() -> None:
+    def said(error: str) -> str:
+        return report.cell({"floor": "copy", "results": {"QuACK": {"error": error}}}, "QuACK")
+
+    assert [said("not installed"), said("ValueError: wrong")] == ["not installed", "failed"]
+    assert said("not installed: it needs cutlass") == "needs cutlass"
+    assert said("not installed: this version has no quack.rmsnorm") == "this version has no quack.rmsnorm"
+
+
 def test_tables_from_a_result(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     save(whole(), file)

@@ -171,6 +171,17 @@ kernel f(x: T[N], w: T[N]?, flag: const bool) -> (y: T[N]):
     assert notes == [("this is so when w is given and flag is false",)]
 
 
+def test_advice_on_subscripts_goes_by_sizes() -> None:
+    text = """
+kernel f(x: T[M, N, N], b: T[N]) -> (y: T[M, N]):
+    parallel m in M
+    tile n in N, k in N, h in N // 2
+    y[m, n] = b + sum(x, k)
+"""
+    assert [finding.help for finding in findings(text)] == ["write b[n]"]
+    assert [finding.help for finding in findings(text.replace("b + ", ""))] == ["write x[m, n, k]"]
+
+
 def test_a_mistake_is_reported_once_and_the_rest_is_still_checked() -> None:
     text = """
 kernel f(x: T[M, N]) -> (y: T[M, N], z: T[M]):

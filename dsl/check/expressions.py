@@ -78,9 +78,14 @@ class Expressions:
                 return ir.Const(value, dtype.compute, e.span)
             return ir.Scalar(e.id, dtype.compute, e.span)
         if e.id in scope.tensors:
-            rank = len(scope.tensors[e.id].shape)
-            subs = ", ".join(list(scope.axes)[:rank]) or ("..." if rank else "")
-            raise self.fail("K0210", f"tensor '{e.id}' is used without a subscript", e.span, f"write {e.id}[{subs}]")
+            free = list(scope.axes.values())
+            subs: list[str] = []
+            for extent in scope.shape(scope.tensors[e.id]):
+                axis = next((a for a in free if a.extent == extent), None)
+                subs.append(axis.name if axis else "...")
+                free = [a for a in free if a is not axis]
+            help = f"write {e.id}[{', '.join(subs)}]"
+            raise self.fail("K0210", f"tensor '{e.id}' is used without a subscript", e.span, help)
         if e.id in CONSTANTS:
             return ir.Const(CONSTANTS[e.id], F32, e.span)
         known = [*scope.values, *scope.axes, *scope.tensors, *scope.scalars, *scope.signature.dims]

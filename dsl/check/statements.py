@@ -317,7 +317,7 @@ class Statements:
         if lossy or odd:
             raise self.fail(
                 "K0216",
-                f"a {value.dtype} value does not fit '{tensor.name}', which is {dtype}",
+                f"a value of {value.dtype} does not fit '{tensor.name}', which is {dtype}",
                 value.span,
                 f"convert it explicitly: {dtype}(value)",
             )

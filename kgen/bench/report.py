@@ -51,7 +51,10 @@ def cell(row: Record, name: str) -> str:
         return ""
     if "median_us" not in record:
         error = str(record.get("error", "-"))
-        return "not installed" if error.startswith("not installed") else "failed"
+        if not error.startswith("not installed"):
+            return "failed"
+        lacks = error.partition(": ")[2].removeprefix("it ")  # the package itself may well be there
+        return lacks or "not installed"
     if name == row["floor"]:
         return milliseconds(record["median_us"])
     return f"{milliseconds(record['median_us'])} ({record['of_floor']:.2f}x)"
