@@ -56,7 +56,7 @@ class _Order:
             here = [s for s in self.body if self._level(s) == level]
             roots = [s for s in here if not isinstance(s, ir.Let) or isinstance(s.value, ir.Reduce)]
             roots.sort(key=lambda s: (isinstance(s, ir.Store), isinstance(s, ir.Accumulate)))
-            first = [s for s in here if level == 0 and isinstance(s, ir.Let) and isinstance(s.value, ir.Load)]
+            first = [s for s in here if isinstance(s, ir.Let) and self._early(s.value, level)]
             needed = self._below([*(s for s in first if s.name not in self.renewed), *roots], done)
             for s in self.body:
                 if isinstance(s, ir.Let) and s.name in needed:
@@ -65,7 +65,16 @@ class _Order:
         return tuple(out)
 
     def _level(self, s: ir.Stmt) -> int:
-        return max((self.level[n] + isinstance(self.lets[n].value, ir.Reduce) for n in refs(s.value)), default=0)
+        levels = [self.level[n] + isinstance(self.lets[n].value, ir.Reduce) for n in refs(s.value)]
+        if isinstance(s, ir.Store):  # behind what is read of a tensor in place, also where a reduction says
+            values = ((n, let.value) for n, let in self.lets.items())
+            levels += [self.level[n] for n, e in values if isinstance(e, ir.Load) and e.tensor == s.tensor]
+        return max(levels, default=0)
+
+    def _early(self, e: ir.Expr, level: int) -> bool:
+        """Whether `e`, which can be had at `level`, is loaded there, whoever needs it: before a store changes it, and
+        the row first of all."""
+        return isinstance(e, ir.Load) and (level == 0 or e.tensor in self.overwritten)
 
     def _renewed(self, loads: frozenset[str]) -> frozenset[str]:
         """What is made again if weights and the `loads` are."""

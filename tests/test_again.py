@@ -91,6 +91,25 @@ def test_the_same_bits_as_with_everything_held(kernel: str, monkeypatch: pytest.
         assert (".ca" in text) == (kernel in ("rms_norm_grad", "softmax_grad"))
 
 
+LOOKED_UP = """
+kernel looked_up(x: T[M, N], z: inout T[M, N]) -> (s: f32[N], y: T[M, N]):
+    parallel m in M
+    tile n in N
+    at = argmax(x[m, n], n)
+    g = z[m, at]
+    z[m, n] = 2.0 * x[m, n]
+    y[m, n] = g * mean(x[m, at] * x[m, n], n)
+    s[n] += x[m, n]
+"""
+
+
+def test_what_a_reduction_looks_up_is_read_before_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store needs no reduction, the load does, and what needs the load first needs another one too."""
+    monkeypatch.setattr(pipeline, "tight", lambda *_: True)
+    c = call(LOOKED_UP, "looked_up", x=torch.randn(11, 37), z=torch.randn(11, 37))
+    within_bounds(c, sums_kit.run(c, "triton", Schedule(64, 1, programs=4)))
+
+
 def names(file: str) -> str:
     return {"rms_norm": "w", "layer_norm": "w,b"}[file]
 
