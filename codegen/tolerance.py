@@ -216,7 +216,7 @@ class Analysis(Executor[Enclosure]):
             if shifted(e.arg, self.lets) is not None:
                 depth += 2 * RESCALED * rescalings(n)
             return _sum(v, over, e.dtype, depth)
-        return _prod(v, over, e.dtype, self.depth(n))
+        return _prod(v, over, e.dtype, sequential_depth(n))
 
     def _spread(self, v: Enclosure, over: list[int]) -> Enclosure:
         def spread(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -327,14 +327,15 @@ def _added_up(planes: list[torch.Tensor], gamma: float, dtype: DType) -> Enclosu
     return out if dtype == F64 else free(out, overflow & ~(nan & torch.isnan(total)))
 
 
-def _prod(v: Enclosure, over: list[int], dtype: DType, depth: int) -> Enclosure:
-    """A product in any order: |prod(a + e) - prod(a)| <= prod(|a| + |e|) - prod(|a|)."""
+def _prod(v: Enclosure, over: list[int], dtype: DType, roundings: int) -> Enclosure:
+    """A product in any order: |prod(a + e) - prod(a)| <= prod(|a| + |e|) - prod(|a|). Each of its `roundings` is one of
+    the whole, wherever it stands in a tree of them."""
 
     def prod(t: torch.Tensor) -> torch.Tensor:
         return reduce_tensor("prod", t, over, torch.float64)
 
     total, size, grown = prod(v.v), prod(v.v.abs()), prod(v.v.abs() + v.error)
-    gamma = _gamma(depth, 4 * U64 if dtype == F64 else U32)
+    gamma = _gamma(roundings, 4 * U64 if dtype == F64 else U32)
     slack = grown * (1 + gamma) - size
     out = Enclosure(total, torch.where(slack == 0, total, total - slack), torch.where(slack == 0, total, total + slack))
     certain = ~total.isfinite() & (reduce_tensor("sum", v.error, over, torch.float64) == 0)
@@ -345,7 +346,7 @@ def _prod(v: Enclosure, over: list[int], dtype: DType, depth: int) -> Enclosure:
     peak = reduce_tensor("prod", v.v.abs().clamp(min=1.0), over, torch.float64)
     dip = reduce_tensor("prod", v.v.abs().clamp(max=1.0), over, torch.float64)
     unstable = ((peak > MAX32) & total.isfinite()) | ((dip < TINY) & (total != 0) & ~torch.isnan(total))
-    return out if dtype == F64 or depth == 0 else free(out, unstable)
+    return out if dtype == F64 or roundings == 0 else free(out, unstable)
 
 
 def _reduce_extreme(kind: str, v: Enclosure, over: list[int]) -> Enclosure:

@@ -211,6 +211,24 @@ def nearest(x: Fraction) -> Fraction:
     return min((abs(Fraction(e.item()) - x), int(e.view(torch.int32)) & 1, Fraction(e.item())) for e in ends)[2]
 
 
+def test_every_rounding_of_a_product_is_one_of_the_whole() -> None:
+    """Factors near 1, each such that the product so far, in f32, is rounded up by as much as there is: of a tree of
+    products, too, all of them count, not those that one factor passes through."""
+    candidates = 1.0 + torch.arange(-32, 32, dtype=torch.float64) * 2.0**-23
+    made = float(torch.tensor(1.3))
+    factors = [made]
+    for _ in range(1000):
+        exact = made * candidates
+        factors.append(float(candidates[((exact.float().double() - exact) / exact).argmax()]))
+        made = float(torch.tensor(made * factors[-1]).float())
+    k = build("kernel f(x: T[M, N]) -> (y: T[M]):\n    parallel m in M\n    tile n in N\n    y[m] = prod(x[m, n], n)\n")
+    x = torch.tensor([factors])
+    want, bound = interpret(k, {"x": x}, {}, precision="f64")["y"], error_bound(k, {"x": x}, {})["y"]
+    error = abs(made - float(want))
+    assert error > 300 * 2.0**-24 * made  # far more than a tree is deep
+    assert error <= float(bound) < 4 * error
+
+
 # In one the even neighbour is above the middle, in the other below.
 @pytest.mark.parametrize(("a", "b"), [(9722880, 8916992), (9722880, 8916992 + 8192)])
 @pytest.mark.parametrize("sign", [-1, 1])
