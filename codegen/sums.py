@@ -243,7 +243,7 @@ def spill_looped(kernel: ir.Kernel, sums: Sums, schedule: Schedule) -> tuple[ir.
     body: list[ir.Stmt] = []
     loads: list[ir.Stmt] = []
     zeroed: list[str] = []
-    taken = {s.name for s in kernel.body if isinstance(s, ir.Let)} | {t.name for t in kernel.tensors}
+    taken = taken_names(kernel)
     for s in kernel.body:
         axes = frozenset[str]().union(*(p.symbols for p in s.at)) if isinstance(s, ir.Accumulate) else frozenset[str]()
         if not isinstance(s, ir.Accumulate) or not axes & looped:
@@ -254,7 +254,7 @@ def spill_looped(kernel: ir.Kernel, sums: Sums, schedule: Schedule) -> tuple[ir.
                 f"a schedule of {kernel.name} cannot take {', '.join(sorted(axes & looped))} in chunks with "
                 f"{schedule.rows} rows a program: line {s.span.line} sums along it; give rows = 1"
             )
-        name = _unused(f"{s.tensor}_before", taken)
+        name = fresh(f"{s.tensor}_before", taken)
         names = frozenset(a.name for a in kernel.axes)
         loads.append(ir.Let(name, ir.Load(s.tensor, s.at, s.value.dtype, axes & names, s.span), s.span))
         before = ir.Ref(name, s.value.dtype, axes & names, s.span)
@@ -286,10 +286,3 @@ def ahead_of_rows(kernel: ir.Kernel, sums: Sums, steps: tuple[Step, ...]) -> tup
         return steps
     rest = (replace(step, body=tuple(s for s in step.body if s not in early.values())) for step in steps)
     return (Straight(tuple(early.values()), once=True), *(step for step in rest if step.body))
-
-
-def _unused(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name

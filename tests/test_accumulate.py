@@ -205,6 +205,20 @@ def test_sums_in_chunks_take_one_row_at_a_time() -> None:
 # ---- the generated code --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_chunk_adds_to_has_a_name_of_its_own(backend: str) -> None:
+    """Scalars have names too."""
+    f = kgen.loads("""kernel f(x: T[M, N], s_partial_before: f32) -> (s: f32[N]):
+    schedule cuda: chunk[n] = 32
+    schedule triton: chunk[n] = 32
+    parallel m in M
+    tile n in N
+    s[n] += x[m, n] * s_partial_before
+""")["f"]
+    got = answer(ask(f, {"x": randn(7, 137), "s_partial_before": 3.0}), backend)
+    assert got.status == "ok", got.message
+
+
 @pytest.mark.parametrize("n", [1024, 4096, 8192, 12288, 16384, 65536, 140000])
 def test_machine_code_does_not_spill(n: int, tmp_path: Path) -> None:
     """The backward of a normalisation in bf16: 16-byte accesses in CUDA, no register in local memory in either."""
