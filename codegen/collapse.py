@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kgen.codegen.names import fresh, taken_names
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 
@@ -65,10 +66,9 @@ def collapse(kernel: ir.Kernel, groups: Sequence[Group]) -> tuple[ir.Kernel, tup
 
 def _collapse(kernel: ir.Kernel, group: Group) -> tuple[ir.Kernel, Merge]:
     axes = [kernel.axis(name) for name in group]
-    taken = {a.name for a in kernel.axes} | {t.name for t in kernel.tensors} | {s.name for s in kernel.scalars}
-    taken |= {s.name for s in kernel.body if isinstance(s, ir.Let)} | set(kernel.dims) | {n for n, _ in kernel.consts}
-    axis = _unique("".join(group), taken)
-    dim = _unique("".join(a.extent.as_symbol or a.name.upper() for a in axes), taken | {axis})
+    taken = taken_names(kernel)
+    axis = fresh("".join(group), taken)
+    dim = fresh("".join(a.extent.as_symbol or a.name.upper() for a in axes), taken)
     extent = Poly.const(1)
     for a in axes:
         extent = extent * a.extent
@@ -93,14 +93,6 @@ def _collapse(kernel: ir.Kernel, group: Group) -> tuple[ir.Kernel, Merge]:
 def _merged(t: ir.Tensor, place: int, count: int, dim: str) -> ir.Tensor:
     shape = (*t.shape[:place], Poly.sym(dim), *t.shape[place + count :])
     return replace(t, shape=shape, star=t.star and place > 0)
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    out, n = name, 1
-    while out in taken:
-        n += 1
-        out = f"{name}_{n}"
-    return out
 
 
 # ---- what allows it ------------------------------------------------------------------------------------------------
