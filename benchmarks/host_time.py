@@ -263,15 +263,22 @@ def main() -> int:
         }
     runs, errors = made(makes, o.limit)
     result["bare"] = timed(runs, device, o.rounds, o.calls) | errors
-    result["start"] = host_start.measure(device, BACKENDS) if o.start else {}
+    result["start"] = {}
+
+    def keep() -> None:
+        (o.out / "host-time.json").write_text(json.dumps(result, indent=1))
+        (o.out / "host-time.md").write_text("\n".join(tables(result)) + "\n")
+
     for item in host_items.items(device, o.rows, o.width):
         if o.only and item.name not in o.only.split(","):
             continue
         result["ops"][item.name] = perform(item, device, o)
         print(f"{item.name}: {time.time() - began:.0f} s", flush=True)
-        (o.out / "host-time.json").write_text(json.dumps(result, indent=1))
-        (o.out / "host-time.md").write_text("\n".join(tables(result)) + "\n")
+        keep()  # as far as it came, where time runs out
         torch.compiler.reset()
+    if o.start:  # last, as it takes longest
+        result["start"] = host_start.measure(device, BACKENDS)
+        keep()
     print("\n".join(tables(result)))
     ours = [r for found in result["ops"].values() for way, r in found.items() if ":" in way]
     return int(any("error" in r for r in ours) or bool(host_start.failed(result["start"])))
