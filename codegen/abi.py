@@ -62,22 +62,24 @@ def grid_size(kernel: ir.Kernel, variant: Variant, schedule: Schedule, dims: Map
 
 def split_count(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> int:
     """Into how many shares the summed points go: as many as `schedule.programs` asks for, but none without a point."""
-    over, blocks = _sum_points(kernel, schedule, sums, dims)
-    return max(1, min(schedule.programs // max(1, blocks), over))
+    over = _points(sums.over_axes(kernel), dims)
+    steps = over if sums.columns else -(-over // schedule.rows)
+    return max(1, min(most_shares(kernel, schedule, sums, dims), steps))
+
+
+def most_shares(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> int:
+    """Into how many shares a sum goes that has points enough; `dims` has the sizes of what is kept."""
+    return max(1, schedule.programs // max(1, _programs_a_share(kernel, schedule, sums, dims)))
 
 
 def sum_grid(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> int:
     """The number of programs of a stage; `dims` has the number of shares too."""
-    _, blocks = _sum_points(kernel, schedule, sums, dims)
-    return blocks * (dims[sums.dim] if sums.split is not None else 1)
+    return _programs_a_share(kernel, schedule, sums, dims) * (dims[sums.dim] if sums.split is not None else 1)
 
 
-def _sum_points(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> tuple[int, int]:
-    """(steps that the loop over all summed points takes, programs that each share needs)."""
-    over = _points(sums.over_axes(kernel), dims)
-    if sums.columns:
-        return over, -(-_points(sums.row_axes(kernel), dims) // schedule.rows)
-    return -(-over // schedule.rows), _points(sums.block_axes(kernel), dims)
+def _programs_a_share(kernel: ir.Kernel, schedule: Schedule, sums: Sums, dims: Mapping[str, int]) -> int:
+    kept = _points(sums.kept_axes(kernel), dims)
+    return -(-kept // schedule.rows) if sums.columns else kept
 
 
 def _points(axes: tuple[ir.Axis, ...], dims: Mapping[str, int]) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
+from kgen.codegen.abi import most_shares
 from kgen.codegen.again import loaded_again
 from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
@@ -136,11 +136,13 @@ def _shares(stage: Stage, made: Sequence[Scheduled]) -> int | None:
     if stage.sums is None or stage.sums.split is not None:
         return None
     for m in made:
-        if m.sums is not None and m.sums.dim == stage.sums.dim:
-            kept = m.sums.row_axes(m.kernel) if m.sums.columns else m.sums.block_axes(m.kernel)
-            if all(a.extent.is_constant for a in kept):
-                rows = m.schedule.rows if m.sums.columns else 1
-                return max(1, m.schedule.programs // max(1, -(-prod(a.extent.constant for a in kept) // rows)))
+        sums = m.sums
+        if (
+            sums is not None
+            and sums.dim == stage.sums.dim
+            and all(a.extent.is_constant for a in sums.kept_axes(m.kernel))
+        ):
+            return most_shares(m.kernel, m.schedule, sums, {})
     return None
 
 

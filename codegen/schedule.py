@@ -92,6 +92,10 @@ class Sums:
         """The parallel indices that are summed over."""
         return tuple(a for a in kernel.parallel if a.name in self.over)
 
+    def kept_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
+        """The parallel indices, the share aside, that are not summed over."""
+        return self.row_axes(kernel) if self.columns else self.block_axes(kernel)
+
     def block_axes(self, kernel: ir.Kernel) -> tuple[ir.Axis, ...]:
         """The parallel indices, the share aside, of which a program has one point."""
         if self.columns:

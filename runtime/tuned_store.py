@@ -154,20 +154,7 @@ def devices() -> list[str]:
 def load(path: Path | None, data: bytes | None = None) -> list[Result]:
     """The results in the file at `path`, or in `data`, which was read there; none where there is no file. Those of
     another generator are left out."""
-    if path is None:
-        return []
-    try:
-        return _parsed(path.read_bytes() if data is None else data)
-    except OSError:
-        return []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        warnings.warn(
-            f"{path} is no file of tuned schedules ({what[:120]}); it is left out, and kgen tune writes a new one",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return []
+    return read(path, _parsed, "schedules", data)
 
 
 def _parsed(data: bytes) -> list[Result]:
@@ -197,6 +184,25 @@ def add(device: str, results: Sequence[Result], path: Path | None = None) -> Pat
 
 
 T = TypeVar("T")
+
+
+def read(path: Path | None, parse: Callable[[bytes], list[T]], of: str, data: bytes | None = None) -> list[T]:
+    """What `parse` finds in the file at `path`, or in `data`, which was read there: nothing where there is no file, or,
+    with a warning, where it is no file of tuned `of`."""
+    if path is None:
+        return []
+    try:
+        return parse(path.read_bytes() if data is None else data)
+    except OSError:
+        return []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        warnings.warn(
+            f"{path} is no file of tuned {of} ({what[:120]}); it is left out, and kgen tune writes a new one",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return []
 
 
 def rewrite(where: Path | None, parse: Callable[[bytes], list[T]], text: Callable[[list[T]], str]) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from kgen.codegen.torch_dtypes import FROM_TORCH, rounded
@@ -35,13 +37,10 @@ def library(
     by the algorithm that was measured to be the fastest, where one was, else by torch."""
     # A mode of torch's dispatcher, such as one that counts operations, is to see the product.
     if plus is None and out.is_cuda and not modes() and (known := table.chosen(out.device.index)) is not None:
-        if torch.cuda.current_device() != out.device.index:
-            with torch.cuda.device(out.device):
-                taken = known.multiply(out, left, right, accumulate)
-        else:
-            taken = known.multiply(out, left, right, accumulate)
-        if taken:
-            return
+        current = torch.cuda.current_device() == out.device.index
+        with nullcontext() if current else torch.cuda.device(out.device):
+            if known.multiply(out, left, right, accumulate):
+                return
     by_torch(out, left, right, plus, accumulate)
 
 

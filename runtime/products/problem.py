@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from kgen.codegen.torch_dtypes import FROM_TORCH
+
 ALIGNMENT = 256  # bytes: what algorithms are chosen for, and what torch's allocations have
 _VECTOR = 16  # bytes: below it rows have other kernels
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _NEAR = 1.0  # how far, in powers of two, a size may be from that of a measurement that counts for it
 
@@ -85,7 +86,7 @@ class Problem:
         (left_t, a), (right_t, b), (out_t, c) = (s for s in sides if s is not None)
         if out_t:
             return None
-        kind = Kind((left_t, right_t), DTYPES[left.dtype], DTYPES[out.dtype], accumulate)
+        kind = Kind((left_t, right_t), FROM_TORCH[left.dtype].name, FROM_TORCH[out.dtype].name, accumulate)
         return Problem(kind, left.shape[0], right.shape[1], left.shape[1], (a, b, c))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,19 +89,7 @@ def parse(data: bytes) -> list[Measured]:
 
 def load(path: Path | None) -> list[Measured]:
     """The results in the file at `path`; none where there is no file, or, with a warning, where it is no such file."""
-    if path is None:
-        return []
-    try:
-        return parse(path.read_bytes())
-    except OSError:
-        return []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(
-            f"{path} is no file of tuned matrix products ({error}); it is left out, and kgen tune writes a new one",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return []
+    return tuned_store.read(path, parse, "matrix products")
 
 
 def text_of(device: str, results: Iterable[Measured]) -> str:

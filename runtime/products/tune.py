@@ -13,9 +13,10 @@ import torch
 from kgen.codegen.host import plan
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.dtypes import DTYPES
 from kgen.runtime.products import multiply
 from kgen.runtime.products.cublaslt import Library, Product, Unsupported
-from kgen.runtime.products.problem import Kind, Problem
+from kgen.runtime.products.problem import Problem
 from kgen.runtime.products.table import Measured
 from kgen.runtime.tune_measure import MakeTimer, device_timer
 from kgen.runtime.tune_search import search
@@ -98,7 +99,7 @@ class Operands:
 
         def matrix(rows: int, columns: int, transposed: bool, leading: int, dtype: str) -> torch.Tensor:
             down, along = (columns, rows) if transposed else (rows, columns)
-            whole = torch.empty(down, leading, dtype=_DTYPES[dtype], device=device)
+            whole = torch.empty(down, leading, dtype=TORCH[DTYPES[dtype]], device=device)
             for block in whole.split(max(1, (1 << 27) // leading)):  # normal values are made in f32
                 block.copy_(torch.randn(block.shape, generator=g, device=device))
             part = whole[:, :along]
@@ -132,9 +133,6 @@ class Operands:
             ratio = (self.out[rows][:, c].double() - ref).abs() / bound
             worst = max(worst, float(ratio.nan_to_num(math.inf, math.inf).max()))
         return worst
-
-
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 def measure(
@@ -210,6 +208,3 @@ def _run(product: Product, o: Operands) -> Callable[[], None]:
             raise Unsupported("the library does not take it")
 
     return run
-
-
-__all__ = ["Kind", "Operands", "Outcome", "measure", "products_of"]
