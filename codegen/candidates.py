@@ -30,6 +30,7 @@ from kgen.codegen.pipeline import (
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
 from kgen.codegen.variant import Variant
+from kgen.codegen.words import tile_words
 from kgen.dsl import ir
 
 MOST = 32  # candidates of one kernel, the default among them
@@ -323,12 +324,8 @@ def _triton_words(s: Scheduled) -> float:
         value, axes = statement.value, statement_axes(statement)
         if isinstance(value, ir.Reduce) or isinstance(statement, ir.Store):
             continue
-        words = value.dtype.itemsize / 4
-        if isinstance(value, ir.Load):
-            words = s.kernel.tensor(value.tensor).dtype.itemsize / 4
-            words *= 1.5 if words >= 1 else 1
         rows = s.schedule.rows if axes & parallel and not isinstance(statement, ir.Accumulate) else 1
-        total += words * rows * prod(n for a, n in extents.items() if a in axes)
+        total += tile_words(s.kernel, value) * rows * prod(n for a, n in extents.items() if a in axes)
     return total
 
 
@@ -361,7 +358,7 @@ def _traffic(s: Scheduled, row: Mapping[str, int]) -> tuple[float, float]:
                 if axes & parallel:
                     flying += size(tensor, axes, extents) * rows
             elif isinstance(statement, ir.Store):
-                names = frozenset[str]().union(*(p.symbols for p in statement.at))
+                names = ir.target_symbols(statement)
                 moved += size(statement.tensor, names & frozenset(a.name for a in kernel.axes), whole)
         in_flight = max(in_flight, flying)
     return moved, in_flight

@@ -31,7 +31,7 @@ from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
-from kgen.codegen.words import row_words, tight, warps_hold, warps_hold_sums
+from kgen.codegen.words import largest_block, row_words, tight, warps_hold, warps_hold_sums
 from kgen.dsl import ir
 
 _CLUSTERS_SINCE = 90  # compute capability
@@ -278,7 +278,7 @@ def _exponentials(kernel: ir.Kernel) -> bool:
 def _stores_rows(kernel: ir.Kernel) -> int:
     """How many statements store along tile indices, or sum along them."""
     tiles = {a.name for a in kernel.tiles}
-    return sum(bool({n for p in s.at for n in p.symbols} & tiles) for s in kernel.body if not isinstance(s, ir.Let))
+    return sum(bool(ir.target_symbols(s) & tiles) for s in kernel.body if not isinstance(s, ir.Let))
 
 
 def _read_once(kernel: ir.Kernel) -> bool:
@@ -347,7 +347,7 @@ def refuse_oversize(
         return
     if backend == "triton":
         extents = {a: ceil_power(e) for a, e in held(kernel, schedule).items()}
-        size, most, what = _block(kernel, extents) * schedule.rows, ladders.TRITON_LARGEST, "elements a program"
+        size, most, what = largest_block(kernel, extents) * schedule.rows, ladders.TRITON_LARGEST, "elements a program"
     else:
         size = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule))
         most, what = ladders.REGISTERS_LARGEST, "registers a thread"
@@ -376,7 +376,7 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     chunks: dict[str, int] = {}
     once = held_too == 1 and _read_once(kernel)
     for axis in sorted(whole, key=lambda a: -whole[a]):
-        block = _block(kernel, {**whole, **chunks})
+        block = largest_block(kernel, {**whole, **chunks})
         limit = ladders.TRITON_WHOLE if held_too == 1 else ladders.TRITON_SUM_WHOLE
         if once:
             limit = min(limit, ladders.TRITON_ONCE)
@@ -395,7 +395,7 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
         chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
-    block = _block(kernel, {**whole, **chunks})
+    block = largest_block(kernel, {**whole, **chunks})
     rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
     # Each thread of a warp that has elements of a row has the values of the row.
     axis = vector_axis(kernel, variant)
@@ -430,12 +430,5 @@ def _stages(kernel: ir.Kernel, schedule: Schedule, *, sums: bool) -> int:
     ahead = sum(
         kernel.tensor(e.tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in e.axes) for e in loads
     )
-    most = ladders.TRITON_SUM_STAGES[_block(kernel, extents)] if sums else ladders.TRITON_STAGES
+    most = ladders.TRITON_SUM_STAGES[largest_block(kernel, extents)] if sums else ladders.TRITON_STAGES
     return max(1, min(most, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))
-
-
-def _block(kernel: ir.Kernel, extents: dict[str, int]) -> int:
-    """Elements of the largest block of one row."""
-    return max(
-        (prod(e for a, e in extents.items() if a in axes) for axes in map(statement_axes, kernel.body)), default=1
-    )

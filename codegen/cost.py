@@ -172,7 +172,7 @@ class Graph:
             top = graph._add(s.value)
             graph.uses[top] = graph.uses.get(top, 0) + 1
             if isinstance(s, ir.Accumulate):
-                axes = frozenset[str]().union(*(p.symbols for p in s.at)) & graph.extents.keys()
+                axes = ir.target_symbols(s) & graph.extents.keys()
                 graph.sums.append((top, s.value.axes | frozenset(s.over), axes))
         return graph
 

@@ -180,7 +180,7 @@ def accesses(kernel: ir.Kernel) -> Iterator[Access]:
             if isinstance(s.value, ir.Load):
                 yield Access(kernel.tensor(s.value.tensor), s.value.at, s.value.axes)
         else:
-            axes = frozenset[str]().union(*(p.symbols for p in s.at)) & names
+            axes = ir.target_symbols(s) & names
             yield Access(kernel.tensor(s.tensor), s.at, axes, isinstance(s, ir.Accumulate))
 
 

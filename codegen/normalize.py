@@ -52,7 +52,7 @@ def statement_axes(s: ir.Stmt) -> frozenset[str]:
 
 
 def _target_axes(s: ir.Store | ir.Accumulate) -> frozenset[str]:
-    axes = frozenset[str]().union(*(p.symbols for p in s.at))
+    axes = ir.target_symbols(s)
     return axes.union(s.over) if isinstance(s, ir.Accumulate) else axes
 
 

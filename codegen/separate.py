@@ -39,12 +39,12 @@ def separated(kernel: ir.Kernel, fresh: Callable[[str], str]) -> Separated | Non
     groups: dict[tuple[frozenset[str], frozenset[str]], list[ir.Accumulate | ir.Store]] = {}
     for s in kernel.body:
         if isinstance(s, ir.Accumulate):
-            groups.setdefault((_target_axes(s) & tiles, frozenset(s.over)), []).append(s)
-    once = [s for s in kernel.body if isinstance(s, ir.Store) and not _target_axes(s) & tiles]
+            groups.setdefault((ir.target_symbols(s) & tiles, frozenset(s.over)), []).append(s)
+    once = [s for s in kernel.body if isinstance(s, ir.Store) and not ir.target_symbols(s) & tiles]
     for s in kernel.body:
-        if isinstance(s, ir.Store) and _target_axes(s) & tiles:
+        if isinstance(s, ir.Store) and ir.target_symbols(s) & tiles:
             # Behind all sums of these elements: a tensor in place is read before it is overwritten.
-            beside = [key for key in groups if key[0] == _target_axes(s) & tiles]
+            beside = [key for key in groups if key[0] == ir.target_symbols(s) & tiles]
             if not beside:
                 return None
             groups[beside[-1]].append(s)
@@ -139,10 +139,6 @@ def _with_axes(e: ir.Expr, kids: tuple[ir.Expr, ...]) -> ir.Expr:
 
 def _owner(s: ir.Stmt) -> str:
     return s.name if isinstance(s, ir.Let) else s.tensor
-
-
-def _target_axes(s: ir.Store | ir.Accumulate) -> frozenset[str]:
-    return frozenset[str]().union(*(p.symbols for p in s.at))
 
 
 def _reads_before_it_writes(kernel: ir.Kernel, stages: list[ir.Kernel]) -> bool:

@@ -217,7 +217,7 @@ class _Cut:
 
 def _elements(kernel: ir.Kernel, s: ir.Accumulate) -> tuple[ir.Axis, ...]:
     """The tile indices of a target."""
-    names = frozenset[str]().union(*(p.symbols for p in s.at))
+    names = ir.target_symbols(s)
     return tuple(a for a in kernel.tiles if a.name in names)
 
 
@@ -245,7 +245,7 @@ def spill_looped(kernel: ir.Kernel, sums: Sums, schedule: Schedule) -> tuple[ir.
     zeroed: list[str] = []
     taken = taken_names(kernel)
     for s in kernel.body:
-        axes = frozenset[str]().union(*(p.symbols for p in s.at)) if isinstance(s, ir.Accumulate) else frozenset[str]()
+        axes = ir.target_symbols(s) if isinstance(s, ir.Accumulate) else frozenset[str]()
         if not isinstance(s, ir.Accumulate) or not axes & looped:
             body.append(s)
             continue

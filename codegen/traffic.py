@@ -147,7 +147,7 @@ class _Counter:
                 yield Requests(t.name, read.get(t.name, 0), written.get(t.name, 0), size, n)
 
     def _stored(self, s: ir.Store | ir.Accumulate) -> int:
-        axes = frozenset[str]().union(*(p.symbols for p in s.at)) & self.extents.keys()
+        axes = ir.target_symbols(s) & self.extents.keys()
         if isinstance(s, ir.Accumulate):  # of a sum over programs: once, behind the loop
             return prod(self.extents[a] for a in axes)
         tile = prod(self.extents[a] for a in axes & self.tiles)

@@ -6,6 +6,7 @@ Triton's compiler lays values out and spills what does not fit; these estimates,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 from kgen.codegen import ladders
@@ -26,6 +27,21 @@ def row_words(kernel: ir.Kernel) -> int:
     )
 
 
+def tile_words(kernel: ir.Kernel, value: ir.Expr) -> float:
+    """Words of an element of a tile, as `ladders.TRITON_TILES` counts them."""
+    if not isinstance(value, ir.Load):
+        return value.dtype.itemsize / 4
+    words = kernel.tensor(value.tensor).dtype.itemsize / 4
+    return words * (1.5 if words >= 1 else 1)
+
+
+def largest_block(kernel: ir.Kernel, extents: Mapping[str, int]) -> int:
+    """Elements of the largest block of one row."""
+    return max(
+        (prod(e for a, e in extents.items() if a in axes) for axes in map(statement_axes, kernel.body)), default=1
+    )
+
+
 def warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
     """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps; each
     element that is loaded has `address` registers beside it."""
@@ -33,11 +49,7 @@ def warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
     total = 0.0
     for s in kernel.body:
         if isinstance(s, ir.Let) and s.value.axes & tiles and not isinstance(s.value, ir.Reduce):
-            words = s.value.dtype.itemsize / 4
-            if isinstance(s.value, ir.Load):
-                words = kernel.tensor(s.value.tensor).dtype.itemsize / 4
-                words = words * (1.5 if words >= 1 else 1) + address
-            total += words
+            total += tile_words(kernel, s.value) + (address if isinstance(s.value, ir.Load) else 0.0)
     return total * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
 
 
@@ -54,7 +66,7 @@ def sum_words(kernel: ir.Kernel) -> float:
     tiles, parallel = {a.name for a in kernel.tiles}, {a.name for a in kernel.parallel}
     total = 0.0
     for s in kernel.body:
-        if isinstance(s, ir.Accumulate) and statement_axes(s) & tiles and {n for p in s.at for n in p.symbols} & tiles:
+        if isinstance(s, ir.Accumulate) and ir.target_symbols(s) & tiles:
             total += s.value.dtype.itemsize / 4
         elif isinstance(s.value, ir.Load) and s.value.axes & tiles and s.value.axes & parallel:
             total += kernel.tensor(s.value.tensor).dtype.itemsize / 4
@@ -66,6 +78,6 @@ def tight(kernel: ir.Kernel, schedule: Schedule) -> bool:
     if not kernel.tiles or schedule.chunks:
         return False
     extents = {a: ceil_power(n) for a, n in held(kernel, schedule).items()}
-    block = max(prod(n for a, n in extents.items() if a in statement_axes(s)) for s in kernel.body) * schedule.rows
+    block = largest_block(kernel, extents) * schedule.rows
     registers = min(255, ladders.REGISTER_FILE // schedule.threads)
     return 2 * sum_words(kernel) * block / schedule.threads >= registers

@@ -221,6 +221,11 @@ class Accumulate:
 Stmt = Let | Store | Accumulate
 
 
+def target_symbols(s: Store | Accumulate) -> frozenset[str]:
+    """The symbols in the subscripts of what `s` writes: indices, and the dimensions among them."""
+    return frozenset[str]().union(*(p.symbols for p in s.at))
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A specialised kernel. `dims` are the dimension symbols in order of first appearance in the signature;

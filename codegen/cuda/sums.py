@@ -108,7 +108,7 @@ def _accumulator(ctx: Context, sums: Sums, s: ir.Accumulate) -> Accumulator:
     space = ctx.space(s)
     if ctx.flat and not sums.columns:
         space = frozenset()
-    axes = frozenset[str]().union(*(p.symbols for p in s.at))
+    axes = ir.target_symbols(s)
     lanes = ctx.lane_axis(space, axes) is not None
     name = ctx.names.fresh(f"{s.tensor}_sum")
     holder = Holder(name, compute_type(s.value.dtype), ctx.looped_slots(space), lanes)
@@ -118,7 +118,7 @@ def _accumulator(ctx: Context, sums: Sums, s: ir.Accumulate) -> Accumulator:
 
 def _partial(ctx: Context, s: ir.Accumulate) -> ir.Ref:
     """The finished sum as a value over the indices of the target."""
-    axes = frozenset[str]().union(*(p.symbols for p in s.at)) & ctx.indices
+    axes = ir.target_symbols(s) & ctx.indices
     return ir.Ref(ctx.partials[s.tensor, s.at].holder.name, s.value.dtype, axes, s.span)
 
 

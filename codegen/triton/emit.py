@@ -224,7 +224,7 @@ class _Emitter:
             total = self.sums[s.tensor, s.at]
             self.sum_names[total.name] = total.name
             self.expressions.bound[total.name] = total.kept
-            axes = frozenset[str]().union(*(p.symbols for p in s.at)) & self.blocks.axes
+            axes = ir.target_symbols(s) & self.blocks.axes
             value = ir.Ref(total.name, s.value.dtype, axes, s.span)
             behind += self._comment(s.span)
             texts = [*total.finish(), *self.memory.store(ir.Store(s.tensor, s.at, value, s.span))]

@@ -103,7 +103,7 @@ class PartialSum:
     @staticmethod
     def of(s: ir.Accumulate, name: str, blocks: Blocks) -> PartialSum:
         """The sums of `s`, under `name`."""
-        axes = frozenset[str]().union(*(p.symbols for p in s.at))
+        axes = ir.target_symbols(s)
         kept = blocks.of(a for a in axes if a in blocks.axes)
         return PartialSum(s, name, blocks.order((*kept, *blocks.of(s.over))), kept)
 

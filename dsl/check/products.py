@@ -50,7 +50,7 @@ def _in(kernel: ir.Kernel) -> Iterator[tuple[Span, str, str]]:
                 for pair in _apart(e.arg, frozenset(e.over), lets):
                     yield e.span, *pair
         if isinstance(s, ir.Accumulate):
-            kept = frozenset[str]().union(*(p.symbols for p in s.at))
+            kept = ir.target_symbols(s)
             for pair in _apart(s.value, s.value.axes - kept, lets):
                 yield s.span, *pair
 
