@@ -15,6 +15,7 @@ from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Step, Straight, Sums
 from kgen.codegen.templating import environment, render
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
+from kgen.codegen.triton.caching import given_up_last
 from kgen.codegen.triton.expressions import Expressions
 from kgen.codegen.triton.identity import MaskedLanes
 from kgen.codegen.triton.index import Definition, Indices, program_indices
@@ -51,6 +52,7 @@ class _Line:
 class _Emitter:
     def __init__(self, scheduled: Scheduled) -> None:
         self.scheduled = scheduled
+        self.given_up_last = given_up_last(scheduled)
         self.in_chunks = False  # whether what is emitted stands in a pass over chunks
         self.kernel, self.variant = scheduled.kernel, scheduled.variant
         kernel = self.kernel
@@ -250,9 +252,8 @@ class _Emitter:
         if isinstance(s, ir.Let):
             name = self.names[s.name]
             if isinstance(s.value, ir.Load):
-                lines, dims = self.memory.load(
-                    name, s.value, lanes.other.get(s.name), kept=s.name in self.scheduled.kept
-                )
+                last = s.name in self.given_up_last
+                lines, dims = self.memory.load(name, s.value, lanes.other.get(s.name), given_up_last=last)
             else:
                 v = self._let(s.value, lanes)
                 lines, dims = [f"{name} = {v.text}"], v.dims

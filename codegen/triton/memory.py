@@ -74,10 +74,10 @@ class Memory:
 
     # -- statements ----------------------------------------------------------------------------------------------
     def load(
-        self, name: str, e: ir.Load, other: float | int | bool | None, *, kept: bool = False
+        self, name: str, e: ir.Load, other: float | int | bool | None, *, given_up_last: bool = False
     ) -> tuple[list[str], tuple[str, ...]]:
         """The lines of `name = tl.load(...)`, widened to the compute type, and the dimensions of its block; masked
-        lanes hold `other`, or anything if it is None. `kept`: the caches are to give up last what is loaded."""
+        lanes hold `other`, or anything if it is None. `given_up_last`: by the caches."""
         tensor = self.kernel.tensor(e.tensor)
         offset = self._offset(tensor, e.at)
         pointer = self._pointer(tensor, offset)
@@ -92,7 +92,7 @@ class Memory:
                 keywords["other"] = literal(_out_of_range(tensor.dtype))
             elif other is not None:
                 keywords["other"] = literal(other)
-        if kept:
+        if given_up_last:
             keywords["eviction_policy"] = Text('"evict_last"')
         if isinstance(e, Again):
             # What loads do anyway; with it, the compiler does not take this one for the same as the one before.
