@@ -14,6 +14,8 @@ from kgen.runtime.loading import load_packaged
 if TYPE_CHECKING:
     from kgen.runtime.kernel import Kernel
 
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
 # The casting modes of `rms_norm`: whether the normalised row is rounded before the weight, and the default offset.
 _CASTING = {"none": (False, 0.0), "llama": (True, 0.0), "gemma": (False, 1.0)}
 
@@ -25,7 +27,7 @@ def _loaded(file: str, name: str) -> Kernel:
 
 
 def _kernel(file: str, name: str) -> Kernel:
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         from kgen.runtime import library  # imports torch.compile's machinery
 
         return library.packaged(f"{file}.kdsl", name)
@@ -190,7 +192,7 @@ def rope(
     interleaved: pairs are features (2d, 2d + 1) instead of (d, d + R/2).
     Returns the rotated q and k, laid out in memory as they came (under torch.compile: contiguous).
     """
-    if _rank(cos) == 3 or _rank(sin) == 3:
+    if getattr(cos, "ndim", 0) == 3 or getattr(sin, "ndim", 0) == 3:
         if positions is not None:
             raise ArgumentError("rope: positions select rows of [P, R] tables, and cos and sin have one row a token")
         cos, sin, positions = _rows_of_tokens(q, cos, sin)

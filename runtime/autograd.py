@@ -10,7 +10,7 @@ Not done here: gradients of gradients, and gradients of kernels that write in pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -24,12 +24,14 @@ from kgen.runtime.binding import examine, refuse_scalar_gradient
 from kgen.runtime.derivatives import Once, ReverseOnly, no_forward_mode
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.picking import picker
+from kgen.runtime.unrolled import Recorded
 
 if TYPE_CHECKING:
     from kgen.codegen.derive import Derived
     from kgen.dsl import ir
     from kgen.runtime.host.op import HostOp
     from kgen.runtime.kernel import Kernel
+    from kgen.runtime.plan import ReadyCall
 
 # Where an argument of a backward kernel comes from ("saved", "cotangent", "scalar"), and which one it is there.
 Place = tuple[str, int]
@@ -191,18 +193,14 @@ class Like:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def keep(
-    ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.Tensor], *, residuals: bool = True
-) -> None:
-    """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters. `residuals` says
-    whether they are results of the torch function too."""
+def keep(ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+    """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters. Residuals are
+    results of the torch function too."""
     ctx.save_for_backward(*t.pick_saved(values), *t.pick_kept(results))
     ctx.scalars = {i: values[i] for i in t.scalars}
     ctx.likes = {i: Like.of(results[i]) for i in t.reached} if len(t.reached) > 1 else {}
     ctx.set_materialize_grads(False)
-    silent = [results[i] for i in t.unreached]
-    if residuals:
-        silent += results[t.outputs :]
+    silent = [*(results[i] for i in t.unreached), *results[t.outputs :]]
     if silent:
         ctx.mark_non_differentiable(*silent)
 
@@ -210,7 +208,8 @@ def keep(
 def gradients(
     ctx: Any, t: Training, grads: Sequence[torch.Tensor | None], run: Callable[[list[Any]], Any]
 ) -> dict[int, torch.Tensor]:
-    """The gradient of each wanted parameter; `run` calls the backward kernel. Empty where no gradient arrives."""
+    """The gradient of each wanted parameter, from what `keep` put on `ctx`; `run` calls the backward kernel. Empty
+    where no gradient arrives."""
     if all(grads[i] is None for i in t.reached):
         return {}
     saved = ctx.saved_tensors
@@ -284,37 +283,56 @@ class _Call(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Task:
-    """A training form whose plan is known (see `kgen.runtime.recent`), and the tensors among the original parameters
-    that are given."""
+    """What the backward pass of a call that guards have recognised needs of it, beside tensors and numbers: the
+    training form, the backend, which of the original parameters are tensors that are given, and what outputs are like
+    where a gradient of zeros may be needed."""
 
     training: Training
     choice: str
-    plan: Callable[..., Any]
     tensors: Sequence[int]
+    likes: Mapping[int, Like]
 
 
 class _KnownCall(_Call):
-    """The same for a call that guards have recognised. Residuals are saved, but are no results."""
+    """The same for a call that guards have recognised; see `kgen.runtime.unrolled.Recorded`."""
 
     @staticmethod
-    def forward(ctx: Any, task: Task, values: Sequence[Any], arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:
-        t, results = task.training, task.plan(*arguments)
-        if not isinstance(results, tuple):
-            results = (results,)
-        ctx.task = task
-        keep(ctx, t, values, results, residuals=False)
-        return results[0] if t.outputs == 1 else results[: t.outputs]
+    def forward(ctx: Any, run: Callable[..., Any], told: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
+        return run(ctx, told, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         task: Task = ctx.task
         t, choice = task.training, task.choice
+        ctx.likes = task.likes
         found = gradients(ctx, t, grads, lambda arguments: _run_backward(t, choice, arguments))
-        return (None, None, None, *map(found.get, task.tensors))
+        return (None, None, *map(found.get, task.tensors))
+
+
+def recorded(t: Training, choice: str, ready: ReadyCall, tensors: Sequence[int]) -> Recorded | None:
+    """What a call of `t` does whose training form is ready, with the original parameters `tensors` guarded; None
+    where the training form has no plan."""
+    if ready.plan is None:
+        return None
+    several = len(t.reached) > 1
+    outputs = {i: ready.outputs[i] for i in t.reached} if several else {}
+    likes = {i: Like(torch.Size(a.shape), a.dtype, ready.device) for i, a in outputs.items()}
+    return Recorded(
+        apply=_apply,
+        plan=ready.plan,
+        takes=[tensors.index(i) for i in t.inputs if i in tensors],
+        results=len(ready.outputs),
+        outputs=t.outputs,
+        silent=t.unreached,
+        task=Task(t, choice, tensors, likes),
+        numbers=t.scalars,
+        saved=t.saved,
+        kept=t.kept,
+    )
 
 
 # What torch.autograd.Function.apply comes down to where no transform of torch.func is active, as guards make sure.
-apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _KnownCall), "apply")  # noqa: B009  # no stub has it
+_apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _KnownCall), "apply")  # noqa: B009  # no stub has it
 
 
 class _TransformedCall(ReverseOnly):

@@ -65,11 +65,10 @@ def remember_recorded(
     # A scalar of the training form is a parameter of the kernel, at another place.
     slots = [(t.inputs[i], convert, default, number) for i, convert, default, number in ready.scalars]
     guards = None if _own(values, others) else _guards(kernel, values, others, (), slots)
-    if guards is None or ready.plan is None:
+    recorded = autograd.recorded(t, choice, ready, guards.tensors) if guards is not None else None
+    if guards is None or recorded is None:
         return None
-    takes = [guards.tensors.index(i) for i in t.inputs if i in guards.tensors]
-    task = autograd.Task(t, choice, ready.plan, guards.tensors)
-    return unrolled.guarded(guards, unrolled.Recorded(autograd.apply, task, takes))
+    return unrolled.guarded(guards, recorded)
 
 
 def _own(values: Sequence[Any], others: Sequence[torch.Tensor]) -> list[int]:

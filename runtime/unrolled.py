@@ -85,13 +85,25 @@ class Work:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a call that records gradients does: `apply` is given `task`, the values and the arguments of the plan of the
-    training form, which takes the tensors at these positions among the guarded ones and all scalars; then all
-    guarded tensors."""
+    """What a call that records gradients does: `apply` is given a function of the context of torch's autograd and of
+    what `plan` takes, and all guarded tensors.
+
+    `plan` is that of the training form: it takes the tensors at the positions `takes` among the guarded ones, and all
+    scalars. The first `outputs` of its `results` are those of the call, of which those at `silent` carry no gradient.
+    On the context go `task`, the numbers given for the parameters `numbers`, as `scalars`, and for the backward pass
+    the parameters `saved` and the results `kept`.
+    """
 
     apply: Callable[..., Any]
+    plan: Callable[..., Any]
+    takes: Sequence[int]
+    results: int
+    outputs: int
+    silent: Sequence[int]
     task: Any
-    tensors: Sequence[int]
+    numbers: Sequence[int]
+    saved: Sequence[int]
+    kept: Sequence[int]
 
 
 @dataclass
@@ -143,13 +155,36 @@ def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], S
         text.add(line, **{f"n{k}": number, f"g{k}": given, f"convert{k}": convert})
     scalars = [f"s{k}" for k in range(len(guards.scalars))]
     if isinstance(work, Recorded):
-        arguments = [*(tensors[k] for k in work.tensors), *scalars, *(addresses[k] for k in work.tensors)]
-        text.add(
-            f"return apply(task, values, {_listed(arguments)}, {', '.join(tensors)})", apply=work.apply, task=work.task
-        )
+        told = _listed([*scalars, *(addresses[k] for k in work.takes), *(f"v{i}" for i in work.numbers)])
+        run = _recording(work, guards, tensors, scalars, addresses, told)
+        text.add(f"return apply(run, {told}, {', '.join(tensors)})", apply=work.apply, run=run)
     else:
         _work(text, work, tensors, scalars, addresses)
     return text.function("values, others")
+
+
+def _recording(
+    work: Recorded, guards: Guards, tensors: list[str], scalars: list[str], addresses: list[str], told: str
+) -> Callable[..., Any]:
+    """What torch's autograd runs: a function of its context, of `told` and of the guarded tensors."""
+    text = _Text()
+    if told != "()":
+        text.add(f"{told} = told")
+    results = [f"y{k}" for k in range(work.results)]
+    given = [*(tensors[k] for k in work.takes), *scalars, *(addresses[k] for k in work.takes)]
+    made = _listed(results) if work.results > 1 else results[0]
+    text.add(f"{made} = plan({', '.join(given)})", plan=work.plan)
+    text.add("ctx.task = task", task=work.task)
+    if work.numbers:
+        text.add(f"ctx.scalars = {{{', '.join(f'{i}: v{i}' for i in work.numbers)}}}")
+    # A parameter that no guard has is absent.
+    saved = [f"v{i}" if i in guards.tensors else "None" for i in work.saved]
+    text.add(f"ctx.save_for_backward({', '.join([*saved, *(results[k] for k in work.kept)])})")
+    text.add("ctx.set_materialize_grads(False)")
+    if work.silent:
+        text.add(f"ctx.mark_non_differentiable({', '.join(results[k] for k in work.silent)})")
+    text.add(f"return {results[0] if work.outputs == 1 else _listed(results[: work.outputs])}")
+    return text.function(", ".join(["ctx", "told", *tensors]))
 
 
 def plain(work: Work, tensors: int, scalars: int) -> Callable[..., Any]:
