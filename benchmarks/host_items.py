@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,22 @@ import torch.nn.functional as F
 
 from kgen import ops
 from kgen.ops.functional import _loaded
+from kgen.runtime.backends import driver
+from kgen.runtime.backends.launch import ScalarValue, bf16_bits
+from kgen.runtime.plan import ReadyCall
 
 EPS = 1e-6
 Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A call whose arguments are checked: its plan, as a caller has it who has the arguments."""
+
+    call: ReadyCall
+    tensors: list[torch.Tensor]
+    scalars: list[ScalarValue]
+    plan: Call
 
 
 @dataclass(frozen=True)
@@ -34,15 +48,53 @@ class Item:
     liger: Callable[[], Callable[..., Any] | None] = lambda: None
 
     def plan(self, backend: str) -> Call:
-        """The launch plan of this call: all that is left is to allocate outputs, fill in addresses and launch."""
+        """The launch plan of this call: all that is left is to allocate outputs, write their addresses and launch."""
+        return self._ready(backend).plan
+
+    def launch(self, backend: str) -> Call:
+        """The launch alone, on outputs that are there: addresses and scalars go into the memory of the arguments, and
+        the driver is called. What takes more than one launch, or none of the driver's, is called as the plan does."""
+        r = self._ready(backend)
+        outputs = r.plan()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        tensors = [*r.tensors, *outputs]
+        addresses = [t.data_ptr() for t in tensors]
+        one = r.call.launch
+        if not isinstance(one, driver.DeviceLaunch):
+            assert one is not None  # of what has a plan
+
+            def launched() -> tuple[torch.Tensor, ...]:
+                one(tensors, r.scalars, addresses)
+                return outputs
+
+            return launched
+        numbers = [
+            bf16_bits(float(r.scalars[k])) if bf16 else r.scalars[k]
+            for k, bf16 in zip(one.scalars, one.is_bf16, strict=True)
+        ]
+        told = (*(addresses[k] for k in one.tensors), *numbers)
+        free, pack, start, function, index = one.free, one.pack, one.start, one.function, one.index
+        stream_at, current_stream = driver.STREAM, driver.current_stream
+
+        def driven() -> tuple[torch.Tensor, ...]:
+            frame = free.pop()  # that of the plan's call
+            memory, config, pointers = frame
+            pack(memory, stream_at, current_stream(index), *told)
+            if code := start(config, function, pointers, None):
+                one.failed(frame, code)
+            free.append(frame)
+            return outputs
+
+        return driven
+
+    def _ready(self, backend: str) -> Ready:
         kernel = _loaded(*self.kernel)
         ready = kernel.prepare(*self.values, backend=backend)
         tensors = [t for i in kernel.tensor_at if (t := self.values[i]) is not None]
         scalars = [convert(self.values[i]) for i, convert, _, _ in ready.scalars]
-        plan = ready.plan
-        if plan is None:
+        if ready.plan is None:
             raise ValueError(f"{self.name}: no plan of its own")
-        return lambda: plan(*tensors, *scalars, *[t.data_ptr() for t in tensors])
+        return Ready(ready, tensors, scalars, partial(ready.plan, *tensors, *scalars, *(t.data_ptr() for t in tensors)))
 
     def needing_grad(self) -> tuple[torch.Tensor, ...]:
         """The inputs, those of a floating dtype as leaves that require grad."""
@@ -138,6 +190,13 @@ def items(device: torch.device, rows: int, width: int) -> list[Item]:
 def empty(x: torch.Tensor) -> Call:
     """An output like `x`: the least that any op does besides its launch."""
     return lambda: torch.empty_like(x)
+
+
+def yardstick(device: torch.device) -> Call:
+    """torch's own rms_norm of 64 x 256 elements in bf16: by how long it takes, phases of the host's clock are told
+    apart."""
+    x, w = (torch.ones(n, device=device, dtype=torch.bfloat16) for n in ((64, 256), 256))
+    return partial(F.rms_norm, x, w.shape, w, EPS)
 
 
 def bare_triton(x: torch.Tensor) -> Call:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from driver_kit import FakeDriver, machine, needs_compiler
 
 import kgen
+from kgen.runtime.kernel import Kernel
 
+__all__ = ["machine"]
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -50,8 +53,21 @@ def test_every_op_is_timed_in_every_way(monkeypatch: pytest.MonkeyPatch, tmp_pat
         for backend in host_time.BACKENDS:
             assert all(found[f"{backend}: {way}"]["us"] > 0 for way in expected), name
         assert all(found[way]["us"] > 0 for way in host_time.PEERS if way.startswith("eager"))
-        assert f"| {name} | cuda | " in page
-    assert "(over)" in page  # the CPU is far over the bars of a GPU's host
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| {name} | cuda | "))
+        assert row.endswith(f" | {found[host_time.YARDSTICK]['us']:.1f} |")
+
+
+def test_bars_are_higher_in_a_slow_phase_of_the_clock() -> None:
+    def page(us: float, yardstick: float) -> str:
+        found = {f"cuda: {w}": {"us": us} for w in host_time.WAYS} | {host_time.YARDSTICK: {"us": yardstick}}
+        return "\n".join(host_time.tables({"machine": {}, "bare": {}, "ops": {"an op": found}, "start": {}}))
+
+    assert "| an op | cuda | 11.9 | 11.9 (over) | 11.9 | 11.9 | 11.9 | 11.9 | 11.9 | 11.0 |" in page(11.9, 11.0)
+    assert "| an op | cuda | 11.9 | 11.9 | 11.9 | 11.9 | 11.9 | 11.9 | 11.9 | 22.0 |" in page(11.9, 22.0)
+    # A fast phase lowers none.
+    assert "| an op | cuda | 5.9 | 5.9 | 5.9 | 5.9 | 5.9 | 5.9 | 5.9 | 5.5 |" in page(5.9, 5.5)
+    assert page(25.1, 11.0).count("(over)") == 1 + 3  # the text says what it means
+    assert page(25.1, 0.0).count("(over)") == 1 + 3
 
 
 @needs_backends
@@ -84,14 +100,41 @@ def test_calls_without_gradients_are_timed_without() -> None:
     assert seen == [False, False, True]
 
 
-def test_plans_and_functions_give_what_torch_gives() -> None:
+def test_launches_plans_and_functions_give_what_torch_gives() -> None:
     for item in host_items.items(CPU, 3, 8):
         expected = item.eager(*item.inputs)
-        for got in (item.plan("reference")(), item.ours(*item.inputs, backend="reference")):
+        launch = item.launch("reference")
+        for t in launch():
+            t.zero_()  # and are written again
+        for got in (launch(), item.plan("reference")(), item.ours(*item.inputs, backend="reference")):
             got = tuple(got) if isinstance(got, tuple | list) else (got,)
             expected = expected if isinstance(expected, tuple) else (expected,)
             for a, b in zip(got, expected, strict=False):  # the kernel of the cross entropy gives the z-loss as well
                 torch.testing.assert_close(a.to(b.dtype), b, rtol=0.1, atol=0.1)  # that it is the op, not how exact
+
+
+@needs_compiler
+def test_a_launch_alone_tells_the_driver_what_that_of_a_plan_does(
+    monkeypatch: pytest.MonkeyPatch, machine: FakeDriver
+) -> None:
+    loaded = host_items._loaded
+    monkeypatch.setattr(host_items, "_loaded", lambda *of: Kernel(loaded(*of).module, of[1]))  # for this machine alone
+    for item in host_items.items(CPU, 3, 8):
+        plan, launch = item.plan("cuda"), item.launch("cuda")
+        results = plan()
+        told = machine.seen[-1]
+        outputs = launch()
+        again = machine.seen[-1]
+        assert again is not told
+        results = results if isinstance(results, tuple) else (results,)
+        places = {a.data_ptr(): b.data_ptr() for a, b in zip(results, outputs, strict=True)}
+        assert [places.get(a, a) for a in told.arguments] == again.arguments
+        assert (again.grid, again.stream) == (told.grid, told.stream)
+        before = [t.clone() for t in outputs]
+        for t in outputs:
+            t.zero_()
+        launch()
+        assert all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True))
 
 
 def test_a_process_of_its_own_tells_its_times() -> None:
