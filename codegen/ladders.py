@@ -55,6 +55,11 @@ PREFETCH_WORDS = 32
 # with all four slots in front of the barrier, where other kernels of that shape spill with more than two.
 WAITING_WORDS = 8
 
+# Across how many reductions a program of Triton holds weights (`kgen.codegen.late`). LayerNorm, which has two, takes
+# 1.64 of 4096x16384 with its weights loaded first and 1.08 with them behind both, 1.37 and 1.10 of 8192x8192, 1.10 and
+# 1.03 of 16384x4096; RMSNorm, which has one, 1.032 and 1.034 of 8192x8192, 1.03 and 1.04 of 16384x4096.
+HELD_ACROSS = 1
+
 # Beyond this a thread is refused rather than compiled: it has 255 registers, and unrolled code grows with the tile.
 REGISTERS_LARGEST = 1024
 

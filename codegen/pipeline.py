@@ -13,6 +13,7 @@ from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
 from kgen.codegen.idle import idle
 from kgen.codegen.kept import kept
 from kgen.codegen.knobs import Knobs, check, check_peeled, written
+from kgen.codegen.late import weights_late
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
@@ -211,6 +212,8 @@ def _scheduled(
         steps = ahead_of_rows(kernel, sums, steps_of(kernel, schedule))
     if backend == "triton" and sums is not None and sums.split is not None and tight(kernel, schedule):
         steps = tuple(replace(s, body=loaded_again(kernel, s.body)) for s in steps)
+    if backend == "triton" and sums is None:
+        steps = weights_late(kernel, steps)
     refuse_oversize(kernel, variant, backend, schedule, steps)
     steps = alternated(kernel, steps)
     if leaves is not None:
