@@ -161,10 +161,11 @@ def _along(name: str, x: torch.Tensor, dim: int, backend: str | None, out: torch
     """A kernel over the last dimension, applied along `dim` of `x` without a copy."""
     if not isinstance(dim, int):
         raise ArgumentError(f"{name}: dim must be an integer, got {dim!r}")
-    if not isinstance(x, torch.Tensor) or x.dim() == 0 or not -x.dim() <= dim < x.dim():
+    rank = x.dim() if isinstance(x, torch.Tensor) else 0
+    if not -rank <= dim < rank:
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ArgumentError(f"{name}: dim {dim} is not a dimension of x, got {shape}")
-    if dim in (-1, x.dim() - 1):
+    if dim in (-1, rank - 1):
         return _kernel("softmax", name).ordered((x,), backend, out)
     rows = x.movedim(dim, -1)
     if out is not None:
