@@ -465,6 +465,13 @@ def test_pictures_have_what_was_timed(tmp_path: Path) -> None:
     assert points["cuda"].tolist() == [[1500.0, 1.04], [1500.0, 1.09]] and points["bar"].tolist() == [[1600.0, 1.08]]
     marks = {line.get_label(): line.get_xydata() for line in pictures.roofline(whole()).axes[0].lines}
     assert marks["rms_norm forward, cuda"][0].tolist() == pytest.approx([1.0, 4e8 / 102.0 / 1e6])
+    slow = result([norm(100.0), {**norm(1200.0), "shape": "16384x8192"}])
+    (near,), (far,) = (pictures.widths(r).axes[:1] for r in (whole(), slow))
+    assert (
+        1.05 in near.get_yticks()
+        and {1.05, 1.1} & set(far.get_yticks()) == set()
+        and {1, 4, 12} <= set(far.get_yticks())
+    )
 
 
 def test_generated_parts_come_from_the_result_that_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +66,16 @@ def _times_axis(axis: Any) -> None:
     from matplotlib import ticker
 
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(ticker.FixedLocator(TICKS))
+    axis.axhline(1.0, color="0.6", linewidth=0.8)
+    low, high = axis.get_ylim()
+    apart = math.log(high / low) / 20  # labels of so many to an axis have room beside each other
+    ticks = [1.0]
+    for tick in sorted(TICKS, key=lambda t: abs(math.log(t))):
+        if low <= tick <= high and all(abs(math.log(tick / t)) > apart for t in ticks):
+            ticks.append(tick)
+    axis.yaxis.set_major_locator(ticker.FixedLocator(ticks))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(ticker.NullLocator())
-    axis.axhline(1.0, color="0.6", linewidth=0.8)
     axis.grid(alpha=0.3, which="both")
 
 
