@@ -193,7 +193,8 @@ def rope(
     interleaved: pairs are features (2d, 2d + 1) instead of (d, d + R/2).
     Returns the rotated q and k, laid out in memory as they came (under torch.compile: contiguous).
     """
-    if getattr(cos, "ndim", 0) == 3 or getattr(sin, "ndim", 0) == 3:
+    has_rows = getattr(cos, "ndim", 0) == 3 or getattr(sin, "ndim", 0) == 3
+    if has_rows and (_rank(cos) == 3 or _rank(sin) == 3):  # of tensors, which takes longer to ask
         if positions is not None:
             raise ArgumentError("rope: positions select rows of [P, R] tables, and cos and sin have one row a token")
         cos, sin, positions = _rows_of_tokens(q, cos, sin)

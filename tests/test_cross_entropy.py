@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from derive_kit import call, derived_of, shipped
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kgen
 from kgen import ops
@@ -382,6 +384,22 @@ def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(kgen.KgenError, match=message) as caught:
         ops.cross_entropy(**{"logits": X, "target": T, **arguments})
     assert "\n" not in str(caught.value)
+
+
+AROUND: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "gradients": lambda x, t: ops.cross_entropy(x.clone().requires_grad_(), t),
+    "a backend that there is not": lambda x, t: ops.cross_entropy(x, t, backend="none"),
+    "make_fx": lambda x, t: make_fx(lambda x, t: ops.cross_entropy(x, t))(x, t),
+    "vmap": lambda x, t: torch.func.vmap(ops.cross_entropy)(x[None], t[None]),
+    "grad": lambda x, t: torch.func.grad(ops.cross_entropy)(x, t),
+    "meta": lambda x, t: ops.cross_entropy(x.to("meta"), t.to("meta")),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_labels_that_do_not_fit_are_named_first(around: str) -> None:
+    with pytest.raises(kgen.ArgumentError, match=r"cross_entropy: target must have the shape of logits without .*3"):
+        AROUND[around](X, torch.tensor([0, 1, 2]))
 
 
 @pytest.mark.parametrize("scale", [torch.ones(3), torch.ones(2, 1)])

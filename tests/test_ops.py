@@ -273,6 +273,7 @@ def test_inputs_are_not_modified_and_out_is_used(backend: str) -> None:
         (lambda: ops.rope(3, *[randn(1, 2, 4)] * 3), "rope: argument 'q'.* got a int"),  # type: ignore[arg-type]
         (lambda: ops.rope(*[randn(1, 2, 4)] * 4), r"rope: argument 'q'.* got \(1, 2, 4\)"),
         (lambda: ops.rope(randn(1, 2, 3, 4), 3, *[randn(1, 2, 4)] * 2), "rope: argument 'k'"),  # type: ignore[arg-type]
+        (lambda: ops.rope(*[randn(1, 2, 3, 4)] * 2, *[randn(1, 2, 4).numpy()] * 2), "'cos' .* got a ndarray"),  # type: ignore[arg-type]
         (lambda: ops.softmax(randn(3, 4), backend="cutlass"), "cutlass"),
         (lambda: ops.geglu(randn(3, 4), randn(3, 4), approximate="erf"), "approximate"),
     ],
