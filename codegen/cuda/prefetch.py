@@ -3,17 +3,27 @@
 Where threads wait for each other, and while they store, nothing that a program reads is in flight. Prefetches take no
 registers, and nobody waits for them. A persistent program asks for its own next row; one that has a single row, for
 that of the program that will follow it on the device.
+
+Asked for is what one row alone reads: loads with every index that rows flatten. What several rows share (a weight
+`w[n]`, a table `cos[s, d]` under `parallel b, s`) is small beside that, and the first of them has brought it; what is
+to stay in L2 (`kgen.codegen.kept`) is loaded with a policy, which prefetches do not have; and of what is looked up
+(`cos[p, d]` with p a position) nobody knows the address yet.
+
+It has to lie in runs without gaps: of `x[m, n]` a row has one, over n; of `q[b, s, i, d]` and `q[b, s, i, d + 64]` one
+over both for each i. Runs that touch are one, so that each line is asked for once. Where a row has many, each is a line
+at least, as lines would be asked for again and again; and in a persistent program nothing is asked for then, since
+their addresses take registers that its sums need: the gradients of RoPE's tables spill 72 bytes a thread instead of 32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from kgen.codegen.cuda import indices
 from kgen.codegen.cuda.context import Context
 from kgen.codegen.cuda.memory import outer_part, storage_type
 from kgen.codegen.cuda.text import CExpr, binary, integer
-from kgen.codegen.layout import contiguous
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 
@@ -31,19 +41,51 @@ class RowLoop:
     over: tuple[ir.Axis, ...]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What a row reads of `tensor` at the subscripts `at`, of all but the last dimension: of that, the elements from
+    `first` up to, not including, `end`, for each value of the tile indices `outer` among `at`. `axis`: the tile axis
+    along which they lie."""
+
+    tensor: ir.Tensor
+    at: tuple[Poly, ...]
+    outer: tuple[str, ...]
+    axis: str
+    first: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of a line."""
+        return LINE // self.tensor.dtype.itemsize
+
+    @property
+    def lines(self) -> int:
+        """Lines for one value of each outer index."""
+        return -(-(self.end - self.first) // self.elements)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Parts for which this is equal have equally many lines."""
+        return self.outer, self.axis, self.end - self.first, self.elements
+
+
 def row_ahead(ctx: Context) -> RowLoop | None:
     """Of a program that has a single row: the row that it asks for, if the schedule says so."""
     schedule, axes = ctx.schedule, ctx.row_axes
-    if not schedule.ahead or ctx.flat or schedule.rows > 1 or len(axes) != 1:
+    if not schedule.ahead or ctx.flat or schedule.rows > 1 or not axes:
         return None
-    ctx.prologue.add(axes[0].name)
-    return RowLoop(ctx.names[axes[0].name], ctx.rows_total(), integer(schedule.ahead), axes)
+    variable = ctx.temporary("p")
+    if len(axes) == 1:
+        ctx.prologue.add(axes[0].name)
+        variable = ctx.names[axes[0].name]
+    return RowLoop(variable, ctx.rows_total(), integer(schedule.ahead), axes)
 
 
 def emit_prefetch(ctx: Context, loop: RowLoop, what: str) -> None:
-    """Lines at the start of a row: they bring to L2 what another row, `what`, reads along one tile axis."""
-    wanted = _streamed(ctx, loop)
-    if not wanted:
+    """Lines at the start of a row: they bring to L2 what another row, `what`, alone reads."""
+    parts = _parts(ctx, loop)
+    if not parts:
         return
     ctx.prologue.add("#tid")
     ctx.lines.span = None
@@ -57,58 +99,130 @@ def emit_prefetch(ctx: Context, loop: RowLoop, what: str) -> None:
         if len(loop.over) > 1:
             spelled = {a.name: ctx.names.fresh(f"{a.name}_ahead") for a in loop.over}
         with ctx.names.spelled(spelled):
-            pointers = {load: _pointer(ctx, load) for load in wanted}
+            pointers = {(p.tensor.name, p.at): _pointer(ctx, p) for p in parts}
             used = {a.name for a in loop.over} if len(loop.over) > 1 else set[str]()
             for line in indices.split(ctx, ahead, used, loop.over):
                 ctx.lines.add(line)
-        for load, (name, value) in pointers.items():
-            type = storage_type(ctx.kernel.tensor(load.tensor).dtype)
-            ctx.lines.add(f"const {type}* {name} = {value};")
-        for axis, elements in dict.fromkeys(_grain(ctx, load) for load in wanted):
-            line, by = ctx.names.fresh(f"{axis}_line"), f"{ctx.team()} * {elements}"
-            extent = ctx.extent_constant(axis)
-            start = f"{ctx.temporary('tid')} * {elements}"
-            with ctx.block(f"for (int {line} = {start}; {line} < {extent}; {line} += {by})"):
-                for load, (name, _) in pointers.items():
-                    if _grain(ctx, load) == (axis, elements):
-                        ctx.lines.add(f"{ctx.helper('prefetch_l2')}({name} + {line});")
+        for (tensor, _), (name, value) in pointers.items():
+            ctx.lines.add(f"const {storage_type(ctx.kernel.tensor(tensor).dtype)}* {name} = {value};")
+        for shape in dict.fromkeys(p.shape for p in parts):
+            alike = [p for p in parts if p.shape == shape]
+            _emit_lines(ctx, [(CExpr(pointers[p.tensor.name, p.at][0], "long long"), p) for p in alike])
     ctx.lines.gap()
 
 
-def _streamed(ctx: Context, loop: RowLoop) -> list[ir.Load]:
-    """The loads that move with the row, and lie next to each other along the only tile axis that they have."""
+def _emit_lines(ctx: Context, asked: list[tuple[CExpr, _Part]]) -> None:
+    """Ask for the lines of parts that have equally many, each behind its pointer to the row ahead."""
+    part = asked[0][1]
+    tid, elements = CExpr(ctx.temporary("tid"), "int"), part.elements
+    if not part.outer:
+        line, by = CExpr(ctx.names.fresh(f"{part.axis}_line"), "int"), f"{ctx.team()} * {elements}"
+        length = part.end - part.first
+        end = ctx.extent_constant(part.axis) if length == ctx.kernel.axis(part.axis).extent.constant else length
+        head = f"for (int {line} = {tid} * {elements}; {line} < {end}; {line} += {by})"
+    else:
+        extents = [ctx.kernel.axis(axis).extent.constant for axis in part.outer]
+        count = " * ".join([*map(ctx.extent_constant, part.outer), *([str(part.lines)] if part.lines > 1 else [])])
+        ctx.lines.add(f"// {f'{part.lines} lines' if part.lines > 1 else 'A line'} of each {', '.join(part.outer)}.")
+        line, head = tid, f"if ({tid} < {count})"
+        if prod(extents) * part.lines > ctx.schedule.team:
+            line = CExpr(ctx.names.fresh("line"), "int")
+            head = f"for (int {line} = {tid}; {line} < {count}; {line} += {ctx.team()})"
+    with ctx.block(head):
+        for pointer, p in asked:
+            place = binary("+", pointer, _offset(ctx, p, line) if p.outer else line)
+            place = binary("+", place, integer(p.first)) if p.first else place
+            ctx.lines.add(f"{ctx.helper('prefetch_l2')}({place});")
+
+
+def _offset(ctx: Context, part: _Part, line: CExpr) -> CExpr:
+    """Where line number `line` of a part with outer tile indices begins, from its first element of the row on."""
+    total, rest = None, line
+    if part.lines > 1:
+        total = binary("*", binary("%", line, integer(part.lines)), integer(part.elements))
+        rest = binary("/", line, integer(part.lines))
+    for axis in reversed(part.outer):
+        index = rest
+        if axis != part.outer[0]:
+            extent = CExpr(ctx.extent_constant(axis), "int")
+            index, rest = binary("%", rest, extent), binary("/", rest, extent)
+        stride = ctx.stride(part.tensor.name, part.at.index(Poly.sym(axis)))
+        term = index if stride is None else binary("*", index, stride)
+        total = term if total is None else binary("+", term, total)
+    assert total is not None  # it has outer indices
+    return total
+
+
+def _pointer(ctx: Context, part: _Part) -> tuple[str, CExpr]:
+    """(name, value) of the pointer to what the row ahead has of the tensor."""
+    fixed = tuple(Poly.const(0) if s.as_symbol in part.outer else s for s in part.at)
+    outer = outer_part(ctx, part.tensor, (*fixed, Poly.const(0)), {})
+    assert outer is not None  # it moves with the row
+    tensor = part.tensor.name
+    return ctx.names.fresh(f"{tensor}_ahead"), binary("+", CExpr(ctx.names[tensor], "long long"), outer)
+
+
+# ---- what is asked for ---------------------------------------------------------------------------------------------
+
+
+def _parts(ctx: Context, loop: RowLoop) -> list[_Part]:
+    """What only the row itself reads, and lies in runs."""
     over = {a.name for a in loop.over}
-    out: list[ir.Load] = []
+    last: dict[tuple[str, tuple[Poly, ...]], dict[tuple[str, int], set[int]]] = {}
     for s in (s for step in ctx.steps for s in step.body):
         load = s.value
-        if not isinstance(s, ir.Let) or not isinstance(load, ir.Load) or load in out or not load.axes & over:
+        if not isinstance(s, ir.Let) or not isinstance(load, ir.Load) or s.name in ctx.scheduled.kept:
             continue
-        axis = _axis(ctx, load)
-        if axis is not None and contiguous(ctx.kernel.tensor(load.tensor), load.at, axis, ctx.variant):
-            out.append(load)
+        if (along := _along(ctx, load)) is not None and over <= load.axes:
+            *at, _ = (p for p in load.at if isinstance(p, Poly))
+            axis, factor, offset = along
+            last.setdefault((load.tensor, tuple(at)), {}).setdefault((axis, factor), set()).add(offset)
+    out: list[_Part] = []
+    for (tensor, at), subscripts in last.items():
+        out += _merged(ctx, ctx.kernel.tensor(tensor), at, subscripts)
     return out
 
 
-def _axis(ctx: Context, load: ir.Load) -> str | None:
-    """The tile axis whose index is the last subscript, if no other subscript is more than parallel indices."""
-    *first, last = load.at
-    axis = last.as_symbol if isinstance(last, Poly) else None
-    if axis is None or axis not in {a.name for a in ctx.kernel.tiles}:
+def _along(ctx: Context, load: ir.Load) -> tuple[str, int, int] | None:
+    """(axis, factor, offset) where the last subscript is factor * axis + offset, of a tile axis along which memory is
+    contiguous, and the others are made of parallel indices or are each another tile index; None otherwise."""
+    tensor, tiles = ctx.kernel.tensor(load.tensor), {a.name for a in ctx.kernel.tiles}
+    *first, last = load.at or (None,)
+    if not isinstance(last, Poly) or len(last.symbols) != 1 or not ctx.variant.tensor(tensor.name).unit:
         return None
-    plain = all(isinstance(s, Poly) and s.symbols & ctx.indices <= ctx.parallel for s in first)
-    return axis if plain else None
+    (axis,) = last.symbols
+    factor = last.coefficient(axis)
+    if axis not in tiles or factor is None or not factor.is_constant or factor.constant < 1:
+        return None
+    met = {axis}
+    for i, s in enumerate(first):
+        if not isinstance(s, Poly):
+            return None
+        if s.symbols & tiles:
+            parts = ctx.variant.star_rank(str(tensor.shape[0])) if tensor.star and i == 0 else 1
+            if s.as_symbol is None or s.as_symbol in met or parts > 1:
+                return None
+            met.add(s.as_symbol)
+    return axis, factor.constant, last.constant
 
 
-def _grain(ctx: Context, load: ir.Load) -> tuple[str, int]:
-    """(axis, elements of a line)."""
-    axis = _axis(ctx, load)
-    assert axis is not None  # `_streamed` looked
-    return axis, LINE // ctx.kernel.tensor(load.tensor).dtype.itemsize
-
-
-def _pointer(ctx: Context, load: ir.Load) -> tuple[str, CExpr]:
-    """(name, value) of the pointer to the row ahead."""
-    tensor = ctx.kernel.tensor(load.tensor)
-    outer = outer_part(ctx, tensor, load.at, {})
-    assert outer is not None  # it moves with the row
-    return ctx.names.fresh(f"{tensor.name}_ahead"), binary("+", CExpr(ctx.names[tensor.name], "long long"), outer)
+def _merged(
+    ctx: Context, tensor: ir.Tensor, at: tuple[Poly, ...], subscripts: dict[tuple[str, int], set[int]]
+) -> list[_Part]:
+    """The parts of `tensor` at `at`, where the last subscripts are `factor * axis + offset`, for (axis, factor) and
+    offsets of `subscripts`. With a factor above 1 it takes as many offsets to read all elements of a run."""
+    tiles = {a.name: a.extent.constant for a in ctx.kernel.tiles}
+    outer = tuple(name for s in at if (name := s.as_symbol) in tiles and name is not None)
+    if outer and ctx.scheduled.sums is not None:
+        return []
+    runs: list[tuple[int, int, str]] = []
+    for (axis, factor), offsets in subscripts.items():
+        whole = (k for k in sorted(offsets) if offsets >= {*range(k, k + factor)})
+        runs += [(k, k + factor * tiles[axis], axis) for k in whole]
+    out: list[_Part] = []
+    for first, end, axis in sorted(runs, key=lambda run: run[:2]):
+        if out and first <= out[-1].end:
+            before = out.pop()
+            first, end, axis = before.first, max(before.end, end), before.axis
+        out.append(_Part(tensor, at, outer, axis, first, end))
+    return [p for p in out if not outer or p.end - p.first >= p.elements]
