@@ -27,6 +27,20 @@ For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU th
         draw()
         if events.listeners: events.tell(event)
         return y0
+
+Where they ask for gradients, the lines behind the scalars are one, and torch's autograd runs the second function. The
+plan is that of the training form, written out as above, whose second output is a residual:
+
+        return apply(run, (s0, s1, p0, p1, v3), v0, v1)
+
+    def call(ctx, told, v0, v1):
+        (s0, s1, p0, p1, v3) = told
+        (y0, y1) = plan(v0, v1, s0, s1, p0, p1)
+        ctx.task = task
+        ctx.scalars = {3: v3}
+        ctx.save_for_backward(v0, v1, y1)
+        ctx.set_materialize_grads(False)
+        return y0
 """
 
 from __future__ import annotations
@@ -168,8 +182,7 @@ def _recording(
 ) -> Callable[..., Any]:
     """What torch's autograd runs: a function of its context, of `told` and of the guarded tensors."""
     text = _Text()
-    if told != "()":
-        text.add(f"{told} = told")
+    text.add(f"{told} = told")
     results = [f"y{k}" for k in range(work.results)]
     given = [*(tensors[k] for k in work.takes), *scalars, *(addresses[k] for k in work.takes)]
     made = _listed(results) if work.results > 1 else results[0]
