@@ -40,9 +40,10 @@ MAX_READY = 4096
 # looked for costs a tenth of that look.
 MAX_RECENT = 4
 
-# What the recent calls of a kernel are told apart by before any tensor is looked at: the backend that is asked for, the
-# grad mode, whether outputs are new, and how many tensors are given for their layout, or as them.
-Group = tuple[str, bool, bool, int]
+# What the recent calls of a kernel are told apart by before any tensor is looked at, beside the grad mode: the backend
+# that is asked for; and where tensors are given as outputs or for their layout, which of the two, and how many.
+Group = str | tuple[str, bool, int]
+Recent = dict[Group, tuple[recent.Known, ...]]
 
 
 class Kernel:
@@ -91,7 +92,7 @@ class Kernel:
         self.inout_at = tuple(i for i in self.tensor_at if _role(params[i]) == "inout")
         self._count = len(params)
         self._ready: dict[tuple[Any, ...], ReadyCall] = {}
-        self._recent: dict[Group, tuple[recent.Known, ...]] = {}
+        self._recent: tuple[Recent, Recent] = ({}, {})  # with the grad mode off, and on
         self.plans: Plans = SingleFlight()
         self.choices: dict[tuple[Any, ...], tuple[Executor, Knobs | None]] = {}
         self.kernels: SingleFlight[tuple[Any, ...], ir.Kernel] = SingleFlight()
@@ -160,10 +161,13 @@ class Kernel:
 
             return library.call(self, [*values], outs, backend)
         choice = registry.requested(backend)
-        others = outs if outs is not None else like if like is not None else ()
-        group = (choice, is_grad_enabled(), outs is None, len(others))
+        group: Group = choice
+        others: Sequence[torch.Tensor] = ()
+        if outs is not None or like is not None:
+            others = outs if outs is not None else like or ()
+            group = (choice, outs is None, len(others))
         if not check and forward_ad._current_level < 0:
-            for known in self._recent.get(group, ()):
+            for known in self._recent[is_grad_enabled()].get(group, ()):
                 if (result := known(values, others)) is not UNLIKE:
                     return result
         return self._looked_up([*values], outs, like, choice, group, check)
@@ -190,7 +194,7 @@ class Kernel:
                     if check:
                         self._check(values, None)
                     results = autograd.record(self, values, wanted, choice, like)
-                    self._remember_recorded(group, values, wanted, like)
+                    self._remember_recorded(group, choice, values, wanted, like)
                     return results
         elif forward_ad._current_level >= 0 and self.has_float_output:  # torch.no_grad() stops no tangent
             autograd.refuse_tangents(self, values)
@@ -243,14 +247,19 @@ class Kernel:
         """Keep what recognises a call among the recent ones, in front."""
         if known is not None:
             # One assignment: what another thread adds in the meantime is found again in the dictionary.
-            self._recent[group] = (known, *self._recent.get(group, ())[: MAX_RECENT - 1])
+            found = self._recent[is_grad_enabled()]
+            found[group] = (known, *found.get(group, ())[: MAX_RECENT - 1])
 
     def _remember_recorded(
-        self, group: Group, values: list[Any], wanted: tuple[int, ...], like: Sequence[torch.Tensor] | None
+        self,
+        group: Group,
+        choice: str,
+        values: list[Any],
+        wanted: tuple[int, ...],
+        like: Sequence[torch.Tensor] | None,
     ) -> None:
         if not recent.guardable([t for i in self.tensor_at if (t := values[i]) is not None]):
             return
-        choice = group[0]
         t = autograd.training(self, values, wanted)
         ready, _, is_kept = t.forward._find([values[i] for i in t.inputs], None, like, choice)
         if ready is not None and is_kept:

@@ -28,10 +28,9 @@ For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU th
         if events.listeners: events.tell(event)
         return y0
 
-Where they ask for gradients, the lines behind the scalars are one, and torch's autograd runs the second function. The
-plan is that of the training form, written out as above, whose second output is a residual:
-
-        return apply(run, (s0, s1, p0, p1, v3), v0, v1)
+Where they ask for gradients, the lines behind the scalars are `return apply(run, (s0, s1, p0, p1, v3), v0, v1)`, and
+torch's autograd runs the function below. Its plan is that of the training form, written out as above, whose second
+output is a residual.
 
     def call(ctx, told, v0, v1):
         (s0, s1, p0, p1, v3) = told
