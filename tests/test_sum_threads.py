@@ -1,0 +1,81 @@
+"""How many threads take a row of sums in CUDA: of widths between powers of two, few of them idle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sums_kit
+import torch
+from cuda_kit import Call, call, prepare
+
+from kgen.codegen import ladders
+from kgen.codegen.layout import layout
+from kgen.codegen.pipeline import schedule_kernel
+from kgen.codegen.schedule import Schedule
+
+BF16 = torch.bfloat16
+# The gradients of a normalisation, by a single reduction, and by two of which more is held.
+ONE = """kernel one(x: T[*M, N], w: T[N], d_y: T[*M, N]) -> (d_x: T[*M, N], d_w: T[N]):
+    parallel m in M
+    tile n in N
+    c = mean(x[m, n] * d_y[m, n] * w[n], n)
+    d_x[m, n] = d_y[m, n] * w[n] - x[m, n] * c
+    d_w[n] += x[m, n] * d_y[m, n]
+"""
+TWO = """kernel two(x: T[*M, N], w: T[N], d_y: T[*M, N]) -> (d_x: T[*M, N], d_w: T[N], d_b: T[N]):
+    parallel m in M
+    tile n in N
+    g = d_y[m, n] * w[n]
+    d_x[m, n] = g - mean(g, n) - x[m, n] * mean(g * x[m, n], n)
+    d_w[n] += x[m, n] * d_y[m, n]
+    d_b[n] += d_y[m, n]
+"""
+
+
+def gradients(text: str, n: int, dtype: torch.dtype = BF16, m: int = 5) -> Call:
+    g = torch.Generator().manual_seed(n)
+    tensors: dict[str, Any] = {k: torch.randn(m, n, generator=g).to(dtype) for k in ("x", "d_y")}
+    name = "one" if text is ONE else "two"
+    return call(text, name, **tensors, w=torch.randn(n, generator=g).to(dtype))
+
+
+def chosen(c: Call) -> tuple[Schedule, float]:
+    """The schedule, and the part of the slots of a row that have elements."""
+    where, _ = prepare(c)
+    s = schedule_kernel(where.kernel, where.variant, "cuda")
+    axis = layout(s.kernel, s.variant, s.schedule).axis("n")
+    return s.schedule, axis.extent / (axis.slots * axis.threads * axis.vector)
+
+
+@pytest.mark.parametrize(
+    ("n", "threads", "vector"),
+    [
+        (1024, 128, 8), (2048, 256, 8), (4096, 512, 8), (7168, 1024, 8), (8192, 1024, 8), (16384, 1024, 8),
+        (3072, 256, 4), (5120, 512, 4), (6144, 512, 4), (10240, 1024, 4), (12288, 1024, 4),
+    ],
+)  # fmt: skip
+def test_few_are_idle(n: int, threads: int, vector: int) -> None:
+    schedule, busy = chosen(gradients(ONE, n))
+    assert (schedule.threads, schedule.vector, schedule.rows) == (threads, vector, 1)
+    assert busy >= ladders.SUM_BUSY
+
+
+def test_where_each_choice_leaves_some_it_is_that_of_powers_of_two() -> None:
+    schedule, busy = chosen(gradients(ONE, 2056))  # just above a power of two
+    assert (schedule.threads, schedule.vector) == (512, 8) and busy < ladders.SUM_BUSY
+
+
+def test_half_of_1024_before_a_cluster() -> None:
+    """As 1024 threads have 64 registers each, 512 hold more of a row."""
+    schedule, _ = chosen(gradients(TWO, 12288))
+    assert (schedule.threads, schedule.cluster, schedule.chunks) == (512, 1, ())
+    assert chosen(gradients(TWO, 32768))[0].cluster > 1
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("n", [1536, 2560, 3072, 5120, 6144, 12288])
+@pytest.mark.parametrize("text", [ONE, TWO])
+def test_against_float64(text: str, n: int, dtype: torch.dtype) -> None:
+    c = gradients(text, n, dtype, m=3)
+    sums_kit.within_bounds(c, sums_kit.run(c, "cuda"))
