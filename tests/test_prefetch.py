@@ -353,3 +353,11 @@ def test_results_of_several_runs_stay_the_same(name: str) -> None:
     made = schedule_kernel(where.kernel, where.variant, "cuda", knobs=knobs, num_sms=2)
     assert "if (p < B * S - 2) {" in cuda.emit(made).source
     cuda_kit.check(c, 2, made.schedule, seed=1)
+
+
+@pytest.mark.parametrize(("arch", "policy"), [("sm_90", "::evict_last"), ("sm_80", "::evict_last"), ("sm_75", "")])
+def test_what_is_asked_for_is_given_up_last_where_devices_can(arch: str, policy: str) -> None:
+    module = load(ROPE.with_name("rms_norm.kdsl")).module
+    made = target(module, module.kernels[0], Choices(dims={"N": 4096}, dtype="f32"))
+    ptx = binary(made, made.program("cuda", capability=int(arch[3:])), arch).ptx
+    assert set(re.findall(r"prefetch\.global\.L2(\S*)", ptx)) == {policy}
