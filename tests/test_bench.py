@@ -443,6 +443,13 @@ def test_tables_from_a_result(tmp_path: Path) -> None:
     assert "| rms_norm forward | 16384x4096 | 0.1000 | 1.02x | 1.04x | 1.10x Liger |" in brief
     assert "| rms_norm forward | 16384x8192 | 0.1000 | 1.00x | - | 1.10x Liger |" in brief
     assert "Some GPU" in brief and "abc1234" in brief
+    file.write_text(json.dumps(result([norm(100.0)])))
+    alone = (
+        invoke("--read", str(file), "--format", "brief").output
+        + invoke("--read", str(file), "--format", "markdown").output
+    )
+    for text, said in ((page, True), (brief, True), (alone, False)):
+        assert ("for the linear cross entropy, three `torch.mm`" in text) == said
 
 
 def test_lines_say_what_misses() -> None:

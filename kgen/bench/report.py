@@ -13,14 +13,14 @@ Record = dict[str, Any]
 TRIAL = "A trial on a CPU: results were checked, times say nothing about speed."
 MEANING = (
     "bf16; device time in milliseconds, median of {rounds} interleaved rounds, L2 cache cleared before each call; in "
-    "brackets the time as a multiple of the floor: a copy of the same bytes (`torch.Tensor.copy_`), or, for the linear "
-    "cross entropy, three `torch.mm` of the same operands. Bars are such multiples, for cuda / triton. Backward rows "
-    "time the derived kernel alone, and the backward pass of others through autograd. Peak: the most memory in use "
-    "above the inputs, results counted; MB: what must move at least. Our results were held against float64 first."
+    "brackets the time as a multiple of the floor: a copy of the same bytes (`torch.Tensor.copy_`){or_products}. Bars "
+    "are such multiples, for cuda / triton. Backward rows time the derived kernel alone, and the backward pass of "
+    "others through autograd. Peak: the most memory in use above the inputs, results counted; MB: what must move at "
+    "least. Our results were held against float64 first."
 )
 BRIEF = (
     "{device}, bf16, commit {commit}: milliseconds of the floor, and times as multiples of it. The floor is a copy of "
-    "the same bytes; for the linear cross entropy, forward and backward, it is its three matrix products."
+    "the same bytes{or_products}."
 )
 
 
@@ -131,7 +131,8 @@ def cells(value: Record, row: Record) -> list[str]:
 def markdown(value: Record) -> str:
     """The whole result: on what it ran, all rows, and what could not be timed."""
     lines = ["Made by `kgen bench`.", "", *(f"- {k}: {v}" for k, v in value["machine"].items())]
-    lines += ["", TRIAL if value["trial"] else MEANING.format(rounds=value["rounds"]), ""]
+    meaning = MEANING.format(rounds=value["rounds"], or_products=_or_products(value))
+    lines += ["", TRIAL if value["trial"] else meaning, ""]
     lines += table(value)
     missing = failures(value) + [f"{name}: not reached in the time given" for name in value["not reached"]]
     return "\n".join([*lines, "", "## Not timed", "", *([f"- {m}" for m in missing] or ["None."])]) + "\n"
@@ -155,8 +156,16 @@ def brief(value: Record) -> str:
             f"{row['op']} {row['direction']}", row["shape"], cell(row, row["floor"]) or "-", *times,
             f"{_multiple(row, peer)} {peer}" if peer else "-",
         ])  # fmt: skip
-    said = BRIEF.format(device=facts.get("device", "not told"), commit=facts.get("commit", "not told"))
+    said = BRIEF.format(
+        device=facts.get("device", "not told"), commit=facts.get("commit", "not told"), or_products=_or_products(value)
+    )
     return "\n".join([said, "", *_markdown(["", "shape", "floor, ms", *BACKENDS, "fastest other"], rows)]) + "\n"
+
+
+def _or_products(value: Record) -> str:
+    """What else a floor is, where rows have it."""
+    there = any(row.get("floor") == "gemms" for row in value["rows"])
+    return ", or, for the linear cross entropy, three `torch.mm` of the same operands" if there else ""
 
 
 def _multiple(row: Record, name: str) -> str:
