@@ -183,7 +183,7 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
     if peeling is not None:
         vector = peeling.vector
     sums = has_sums(kernel)
-    if sums and axis is not None and not peeled:
+    if sums and axis is not None and len(kernel.tiles) == 1 and not peeled:
         for threads, width in _sum_threads(kernel, axis, vector):
             schedule = _packed(kernel, variant, Schedule(threads, 1, width, name="row"))
             if _fits(kernel, variant, schedule):
@@ -214,8 +214,9 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
 
 
 def _sum_threads(kernel: ir.Kernel, axis: str, vector: int) -> Iterator[tuple[int, int]]:
-    """(threads, vector) for rows of sums, in order of preference: of what the ladder says and half of it, those that
-    leave few threads idle at the end of a row. 512 threads hold more than 1024, which have 64 registers each."""
+    """(threads, vector) for rows of sums along a single tile axis, in order of preference: of what the ladder says and
+    half of it, those that leave few threads idle at the end of a row. 512 threads hold more than 1024, which have 64
+    registers each."""
     n = kernel.axis(axis).extent.constant
     threads = min(ladders.SUM_ROW_THREADS[whole_row_bytes(kernel)], ceil_power(-(-n // vector)))
     for t, v in product((threads, threads // 2), (vector, max(1, vector // 2))):

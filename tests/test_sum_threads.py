@@ -31,6 +31,12 @@ TWO = """kernel two(x: T[*M, N], w: T[N], d_y: T[*M, N]) -> (d_x: T[*M, N], d_w:
     d_w[n] += x[m, n] * d_y[m, n]
     d_b[n] += d_y[m, n]
 """
+# Threads take elements of both tile axes, of which vectors lie along one.
+HEADS = """kernel heads(x: T[*M, H, N], d_y: T[*M, H, N]) -> (d_w: T[H, N]):
+    parallel m in M
+    tile i in H, n in N
+    d_w[i, n] += x[m, i, n] * sum(x[m, i, n] * d_y[m, i, n], n)
+"""
 
 
 def gradients(text: str, n: int, dtype: torch.dtype = BF16, m: int = 5) -> Call:
@@ -78,4 +84,16 @@ def test_half_of_1024_before_a_cluster() -> None:
 @pytest.mark.parametrize("text", [ONE, TWO])
 def test_against_float64(text: str, n: int, dtype: torch.dtype) -> None:
     c = gradients(text, n, dtype, m=3)
+    sums_kit.within_bounds(c, sums_kit.run(c, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("h", "n", "threads"), [(4, 1024, 512), (128, 8, 128), (200, 1, 64), (3, 40, 32), (7, 33, 64)])
+def test_rows_of_several_tile_axes(h: int, n: int, threads: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(n)
+    x, d_y = (torch.randn(3, h, n, generator=g).to(dtype) for _ in range(2))
+    c = call(HEADS, "heads", x=x, d_y=d_y)
+    schedule = schedule_kernel(prepare(c)[0].kernel, prepare(c)[0].variant, "cuda").schedule
+    if dtype is torch.float16:
+        assert schedule.threads // schedule.rows == threads
     sums_kit.within_bounds(c, sums_kit.run(c, "cuda"))
