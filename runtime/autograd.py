@@ -197,7 +197,8 @@ def keep(ctx: Any, t: Training, values: Sequence[Any], results: Sequence[torch.T
     """Put on `ctx` what the backward pass needs; `values` are in order of the original parameters. Residuals are
     results of the torch function too."""
     ctx.save_for_backward(*t.pick_saved(values), *t.pick_kept(results))
-    ctx.scalars = {i: values[i] for i in t.scalars}
+    # The numbers of this call, as a tensor or array that is given for one may have another by then.
+    ctx.scalars = {i: v.item() if hasattr(v := values[i], "item") else v for i in t.scalars}
     ctx.likes = {i: Like.of(results[i]) for i in t.reached} if len(t.reached) > 1 else {}
     ctx.set_materialize_grads(False)
     silent = [*(results[i] for i in t.unreached), *results[t.outputs :]]

@@ -28,15 +28,15 @@ For RMSNorm (x, w, eps, offset, round_first) with both tensors given on a GPU th
         if events.listeners: events.tell(event)
         return y0
 
-Where they ask for gradients, the lines behind the scalars are `return apply(run, (s0, s1, p0, p1, v3), v0, v1)`, and
+Where they ask for gradients, the lines behind the scalars are `return apply(run, (s0, s1, p0, p1), v0, v1)`, and
 torch's autograd runs the function below. Its plan is that of the training form, written out as above, whose second
 output is a residual.
 
     def call(ctx, told, v0, v1):
-        (s0, s1, p0, p1, v3) = told
+        (s0, s1, p0, p1) = told
         (y0, y1) = plan(v0, v1, s0, s1, p0, p1)
         ctx.task = task
-        ctx.scalars = {3: v3}
+        ctx.scalars = {3: s1}
         ctx.save_for_backward(v0, v1, y1)
         ctx.set_materialize_grads(False)
         return y0
@@ -103,8 +103,8 @@ class Recorded:
 
     `plan` is that of the training form: it takes the tensors at the positions `takes` among the guarded ones, and all
     scalars. The first `outputs` of its `results` are those of the call, of which those at `silent` carry no gradient.
-    On the context go `task`, the numbers given for the parameters `numbers`, as `scalars`, and for the backward pass
-    the parameters `saved` and the results `kept`.
+    On the context go `task`, the numbers of the parameters `numbers`, as `scalars`, and for the backward pass the
+    parameters `saved` and the results `kept`.
     """
 
     apply: Callable[..., Any]
@@ -168,8 +168,11 @@ def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], S
         text.add(line, **{f"n{k}": number, f"g{k}": given, f"convert{k}": convert})
     scalars = [f"s{k}" for k in range(len(guards.scalars))]
     if isinstance(work, Recorded):
-        told = _listed([*scalars, *(addresses[k] for k in work.takes), *(f"v{i}" for i in work.numbers)])
-        run = _recording(work, guards, tensors, scalars, addresses, told)
+        numbers = {i: f"v{i}" for i in work.numbers}  # of constants, which are the same objects
+        numbers |= {i: s for (i, *_), s in zip(guards.scalars, scalars, strict=True) if i in numbers}
+        constants = [v for v in numbers.values() if v not in scalars]
+        told = _listed([*scalars, *(addresses[k] for k in work.takes), *constants])
+        run = _recording(work, guards, tensors, scalars, addresses, told, numbers)
         text.add(f"return apply(run, {told}, {', '.join(tensors)})", apply=work.apply, run=run)
     else:
         _work(text, work, tensors, scalars, addresses)
@@ -177,7 +180,13 @@ def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], S
 
 
 def _recording(
-    work: Recorded, guards: Guards, tensors: list[str], scalars: list[str], addresses: list[str], told: str
+    work: Recorded,
+    guards: Guards,
+    tensors: list[str],
+    scalars: list[str],
+    addresses: list[str],
+    told: str,
+    numbers: Mapping[int, str],
 ) -> Callable[..., Any]:
     """What torch's autograd runs: a function of its context, of `told` and of the guarded tensors."""
     text = _Text()
@@ -187,8 +196,8 @@ def _recording(
     made = _listed(results) if work.results > 1 else results[0]
     text.add(f"{made} = plan({', '.join(given)})", plan=work.plan)
     text.add("ctx.task = task", task=work.task)
-    if work.numbers:
-        text.add(f"ctx.scalars = {{{', '.join(f'{i}: v{i}' for i in work.numbers)}}}")
+    if numbers:
+        text.add(f"ctx.scalars = {{{', '.join(f'{i}: {number}' for i, number in numbers.items())}}}")
     # A parameter that no guard has is absent.
     saved = [f"v{i}" if i in guards.tensors else "None" for i in work.saved]
     text.add(f"ctx.save_for_backward({', '.join([*saved, *(results[k] for k in work.kept)])})")

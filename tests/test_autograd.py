@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,23 @@ def test_where_no_gradient_arrives_none_is_computed() -> None:
             (cast(Any, Dropped).apply(p) + cast(Any, Dropped).apply(q)).sum().backward()
         assert a.grad is None and b.grad is None
         assert not seen
+
+
+def test_scalars_of_the_backward_pass_are_those_of_the_call(looked_up: list[str]) -> None:
+    scaled = kgen.loads("""
+kernel scaled(x: f32[*M, N], s: f32) -> (y: f32[*M, N]):
+    parallel m in M
+    tile n in N
+    y[m, n] = s * x[m, n] * sum(x[m, n], n)
+""").scaled
+    for number in (torch.tensor(2.0), np.array(2.0, dtype=np.float32), torch.tensor(2.0)):
+        looked_up.clear()
+        x = leaf(2, 3)
+        y = scaled(x, number)
+        number[...] = 3.0
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, 4 * x.detach().sum(1, keepdim=True).expand(2, 3))
+    assert "scaled" not in looked_up
 
 
 def test_outputs_of_integers_carry_none() -> None:
