@@ -20,6 +20,10 @@ NORM = """kernel norm(x: T[*M, N], w: T[N], b: T[N]) -> (y: T[*M, N]):
 # The weight is needed in front of both reductions, or between them.
 FIRST = NORM.replace("x[m, n] - mean(x[m, n], n)", "x[m, n] * w[n] - mean(x[m, n], n)")
 BETWEEN = NORM.replace("mean(c * c, n)", "mean(c * c * w[n], n)")
+# What is made of weights alone has a name.
+NAMED = NORM.replace("    c =", "    g = w[n] + 1.0\n    h = g * g + w[n]\n    c =").replace(
+    "* w[n] + b", "* g + h + b"
+)
 # What each row has to itself, and what is overwritten, is loaded first.
 ROWS = NORM.replace("b: T[N]", "b: T[*M, N]").replace("b[n]", "b[m, n]")
 
@@ -42,6 +46,11 @@ def test_behind_several_reductions(n: int) -> None:
 def test_not_behind_their_first_use() -> None:
     assert order(FIRST) == ["x", "w", "sum", "sum", "b"]
     assert order(BETWEEN) == ["x", "w", "sum", "sum", "b"]
+
+
+def test_what_is_computed_of_weights_alone_comes_late_too() -> None:
+    assert order(NAMED) == ["x", "sum", "sum", "w", "b"]
+    assert order(NAMED.replace("c * c, n", "c * c * h, n")) == ["w", "x", "sum", "sum", "b"]
 
 
 def test_rows_are_loaded_first() -> None:

@@ -23,7 +23,7 @@ def given_up_last(scheduled: Scheduled) -> frozenset[str]:
 
 
 def _own_rows(kernel: ir.Kernel) -> frozenset[str]:
-    """The loads of tiles that no two rows share."""
+    """The loads of tiles with every row index: most often of what no two rows share."""
     rows, tiles = {a.name for a in kernel.parallel}, {a.name for a in kernel.tiles}
     loads = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
     own = {n: frozenset[str]().union(*(p.symbols for p in e.at if isinstance(p, Poly))) for n, e in loads.items()}
