@@ -10,6 +10,13 @@ from dataclasses import dataclass
 
 KIB, MIB, GB = 1 << 10, 1 << 20, 10**9
 WARP = 32
+# Compute capability of the oldest devices that code is generated for: the oldest that CUDA 12 and 13 both compile for.
+OLDEST = 75
+
+
+def too_old(capability: int) -> str | None:
+    """Why there is no code for devices of compute capability `capability` (90 for sm_90); None where there is."""
+    return f"sm_{capability} is too old: code is generated for sm_{OLDEST} and later" if capability < OLDEST else None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from kgen.dsl.garbage import collected_later
 # Of a device that is not there: an H100 or an H200.
 MULTIPROCESSORS = 132
 CAPABILITY = 90
+_POLICIES_SINCE = 80  # compute capability: loads that say what L2 gives up last
 # Knobs that leave all to the ladders, but for programs that have rows.
 OF_ROWS = Knobs(rows=1)
 
@@ -219,4 +220,7 @@ def _scheduled(
     if leaves is not None:
         steps = leaves.steps(steps)
     overwritten = barriers(kernel, digits(kernel, variant))
-    return Scheduled(kernel, variant, schedule, steps, overwritten, kept(kernel, sums), sums)
+    # Triton makes of it what the device has.
+    policies = backend == "triton" or capability >= _POLICIES_SINCE
+    staying = kept(kernel, sums) if policies else frozenset[str]()
+    return Scheduled(kernel, variant, schedule, steps, capability, overwritten, staying, sums)

@@ -165,12 +165,15 @@ class Scheduled:
     equal loads are loaded once; all other `Let`s and stores are free of both. Dimensions known to the variant are
     replaced by their values. Names of lifted values are made from the user's: `x_mn` for `x[m, n]`, `r_sum` for the
     sum inside `r = ...`.
+
+    `capability`: the least compute capability of the devices it is for, 90 for sm_90.
     """
 
     kernel: ir.Kernel
     variant: Variant
     schedule: Schedule
     steps: tuple[Step, ...]
+    capability: int
     # Loads of elements that other threads of the program overwrite, by name: the emitters put a barrier between them
     # and the first store to their tensor.
     barriers: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kgen.codegen.collapse import Merge, collapse
 from kgen.codegen.knobs import Knobs
+from kgen.codegen.machines import OLDEST, too_old
 from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Scheduled
@@ -324,11 +325,11 @@ def _packed(b: Binary, resources: Mapping[str, Resources]) -> bytes:
 
 def _cuda(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     try:
-        version, known = nvrtc.version(), nvrtc.supported_archs()
+        version, why = nvrtc.version(), nvrtc.refusal(arch)
     except nvrtc.CudaCompileError as error:
         raise BackendError(str(error)) from None
-    if arch.removeprefix("sm_").rstrip("af") not in known:
-        raise BackendError(f"NVRTC {version} cannot compile for {arch}; it knows {', '.join(f'sm_{a}' for a in known)}")
+    if why is not None:
+        raise BackendError(why)
 
     def build() -> tuple[Binary, Mapping[str, Resources]]:
         done = nvrtc.compile_cuda(program.source, program.entry, arch, lines=program.lines)
@@ -351,8 +352,10 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     from kgen.runtime.triton_compile import NUMERICS_OPTIONS, assembler, compile_triton
 
     number = arch.removeprefix("sm_")
-    if not number.isdigit() or int(number) < 75:
-        raise BackendError(f"Triton cannot compile for {arch}; it knows sm_75 and later, without suffix")
+    if not number.isdigit():
+        raise BackendError(f"Triton cannot compile for {arch}; it knows sm_{OLDEST} and later, without suffix")
+    if why := too_old(int(number)):
+        raise BackendError(why)
     if knobs.runtime.interpret:
         raise BackendError("Triton runs as an interpreter here because TRITON_INTERPRET is set; unset it to compile")
     variant = program.stage.variant if program.stage is not None else target.layout.variant

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kgen.codegen.machines import OLDEST, too_old
 from kgen.codegen.origins import position
 from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.source import Span
@@ -83,10 +84,8 @@ def compile_cuda(
     does not know `arch`, or rejects the text.
     """
     nvrtc = _nvrtc()
-    supported = supported_archs()
-    if arch.removeprefix("sm_").rstrip("af") not in supported:
-        known = ", ".join(f"sm_{a}" for a in supported)
-        raise CudaCompileError(f"NVRTC {version()} cannot compile for {arch!r}; it knows {known}")
+    if why := refusal(arch):
+        raise CudaCompileError(why)
     options = ["--std=c++17", f"--gpu-architecture={arch}", *NUMERICS_FLAGS, "--ptxas-options=-v", *flags]
     if tuple(nvrtc.getVersion()) >= (12, 9):
         # From 12.9 on NVRTC has a cache of its own, and what comes out of it comes without the figures of ptxas.
@@ -113,8 +112,19 @@ def version() -> str:
 
 
 def supported_archs() -> tuple[str, ...]:
-    """Compute capabilities that this NVRTC compiles for, such as ("80", "90", "100")."""
-    return tuple(str(a) for a in _nvrtc().getSupportedArchs())
+    """Compute capabilities that this NVRTC compiles generated code for, such as ("80", "90", "100")."""
+    return tuple(str(a) for a in _nvrtc().getSupportedArchs() if a >= OLDEST)
+
+
+def refusal(arch: str) -> str | None:
+    """Why generated code is not compiled for `arch` (`sm_90`); None where it is. Raises CudaCompileError where there is
+    no NVRTC."""
+    number = arch.removeprefix("sm_").rstrip("af")
+    known = supported_archs()
+    if number in known:
+        return None
+    why = too_old(int(number)) if number.isdigit() else None
+    return why or f"NVRTC {version()} cannot compile for {arch}; it knows {', '.join(f'sm_{a}' for a in known)}"
 
 
 def parse_resources(log: str, entry: str) -> Resources:

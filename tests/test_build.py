@@ -334,7 +334,10 @@ def test_build_explains_itself(tmp_path: Path) -> None:
     assert "would both be built into" in err
     code, _, err = run("build", tmp_path / "a.kdsl", "--dim", "N=16", "--arch", "sm_10", *out)
     assert code == 2
-    assert "cannot compile for sm_10" in err
+    assert "--arch: sm_10 is too old: code is generated for sm_75 and later" in err
+    code, _, err = run("build", tmp_path / "a.kdsl", "--dim", "N=16", "--arch", "sm_99", "--backend", "cuda", *out)
+    assert code == 2
+    assert "cannot compile for sm_99; it knows sm_75, " in err
     code, _, err = run("build", tmp_path / "a.kdsl", "--dim", "N=16", "--backend", "cuda", "--out", tmp_path / "a.kdsl")
     assert code == 1
     assert err.startswith("error: cannot write")

@@ -34,7 +34,7 @@ def bundle(scheduled: Scheduled) -> str:
         typedefs |= {a.dtype.name for a in ctx.args} & {"f16", "bf16"}
         about = program.source[: program.source.index("\n\n")].split("\n")
         kernels.append((about, _own(program.source, ctx.constants)))
-    primitives, helpers = prelude(used, packs)
+    primitives, helpers = prelude(used, packs, scheduled.capability)
     return render(
         "cuda/bundle.cu.j2",
         typedefs=typedefs,

@@ -90,7 +90,7 @@ class _Emitter:
         lines = [*head, *body.items]
         text = "\n".join(line for line, _ in body.items)
         ctx.helpers |= {name for name in ("INFINITY", "NAN") if re.search(rf"\b{name}\b", text)}
-        primitives, helpers = prelude(ctx.helpers, ctx.packs)
+        primitives, helpers = prelude(ctx.helpers, ctx.packs, ctx.scheduled.capability)
         dtypes = {a.dtype.name for a in ctx.args}
         source = render(
             "cuda/kernel.cu.j2",

@@ -30,6 +30,8 @@ _CALLS = {
     "erf_f32": ("exp2_approx",),
     "cluster_wait": ("cluster_arrive",),
 }
+# And before sm_80, which rounds one value at a time.
+_CALLS_BEFORE_SM_80 = {"cvt_f16x2_f32": ("cvt_f16_f32",), "cvt_bf16x2_f32": ("cvt_bf16_f32",)}
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,17 @@ class Pack:
         return (*out, f"cvt_{self.dtype.name}x2_f32") if writes and self.dtype in (F16, BF16) else out
 
 
-def prelude(used: set[str], packs: dict[Pack, tuple[bool, bool]]) -> tuple[str, str]:
-    """(device primitives, portable helpers) for the helpers `used` and the packs, each with (is read, is written)."""
+def prelude(used: set[str], packs: dict[Pack, tuple[bool, bool]], capability: int) -> tuple[str, str]:
+    """(device primitives, portable helpers) for the helpers `used` and the packs, each with (is read, is written), with
+    bodies for devices of compute capability `capability` and later."""
+    sm_80 = capability >= 80
+    calls = _CALLS if sm_80 else {**_CALLS, **_CALLS_BEFORE_SM_80}
     needed = set(used)
     for pack, (reads, writes) in packs.items():
         needed.update(pack.calls(reads, writes))
     pending = list(needed)
     while pending:
-        for name in _CALLS.get(pending.pop(), ()):
+        for name in calls.get(pending.pop(), ()):
             if name not in needed:
                 needed.add(name)
                 pending.append(name)
@@ -109,5 +114,5 @@ def prelude(used: set[str], packs: dict[Pack, tuple[bool, bool]]) -> tuple[str, 
         }
         for p, (reads, writes) in sorted(packs.items(), key=lambda item: item[0].name)
     ]  # fmt: skip
-    primitives = render("cuda/primitives.cu.j2", used=needed & PRIMITIVES)
-    return primitives, render("cuda/helpers.cu.j2", used=needed, packs=views)
+    primitives = render("cuda/primitives.cu.j2", used=needed & PRIMITIVES, sm_80=sm_80)
+    return primitives, render("cuda/helpers.cu.j2", used=needed, packs=views, sm_80=sm_80)

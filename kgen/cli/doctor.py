@@ -155,11 +155,18 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         why = "torch is a CPU build" if torch.version.cuda is None else "torch sees no NVIDIA GPU or driver"
         return Finding("GPU", "note", f"none ({why}); CPU tensors run on every backend, and kgen build needs no GPU")
-    names = []
+    from kgen.codegen.machines import too_old
+
+    names: list[str] = []
+    older: list[str] = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         names.append(f"{p.name} (sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB)")
-    return Finding("GPU", "ok", f"{', '.join(names)}; driver {_driver()}, torch for CUDA {torch.version.cuda}")
+        if why := too_old(10 * p.major + p.minor):
+            older.append(f"{p.name}: {why}; calls on it run on the reference backend")
+    status = "missing" if len(older) == len(names) else "ok"
+    value = f"{', '.join(names)}; driver {_driver()}, torch for CUDA {torch.version.cuda}"
+    return Finding("GPU", status, value, "; ".join(dict.fromkeys(older)))
 
 
 def _driver() -> str:

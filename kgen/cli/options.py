@@ -125,11 +125,16 @@ def refuse_unknown(chosen: Choices, kernels: Iterable[ast.Kernel]) -> None:
 
 
 def architectures(text: str) -> list[str]:
-    """`sm_90,sm_80` as a list. Raises UsageError for anything that is not so written."""
+    """`sm_90,sm_80` as a list. Raises UsageError for anything that is not so written, and for what is too old."""
+    from kgen.codegen.machines import too_old
+
     out: dict[str, None] = {}
     for item in text.replace(" ", "").split(","):
-        if not re.fullmatch(r"sm_\d{2,3}[af]?", item):
+        written = re.fullmatch(r"sm_(\d{2,3})[af]?", item)
+        if written is None:
             raise UsageError(f"--arch: '{item}' is not an architecture; write sm_90, or several as sm_90,sm_80")
+        if why := too_old(int(written[1])):
+            raise UsageError(f"--arch: {why}")
         out[item] = None
     return list(out)
 

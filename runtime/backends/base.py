@@ -10,6 +10,7 @@ import torch
 
 from kgen.codegen.abi import grid_size, sum_grid
 from kgen.codegen.knobs import Knobs
+from kgen.codegen.machines import too_old
 from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Program
 from kgen.codegen.schedule import Scheduled
@@ -111,6 +112,19 @@ def programs(program: Program, layout: Layout) -> int:
             f"split the call along its first dimension"
         )
     return grid
+
+
+def capability_of(device: torch.device) -> int:
+    """The compute capability of a GPU: 90 for sm_90."""
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor
+
+
+def missing_gpu(device: torch.device) -> str | None:
+    """One sentence where torch sees no GPU, or `device` is one that code is not generated for."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device; it needs an NVIDIA GPU, its driver and a CUDA build of torch"
+    return too_old(capability_of(device))
 
 
 def round_scalar(value: ScalarValue, dtype: DType) -> ScalarValue:

@@ -12,7 +12,7 @@ import torch
 
 from kgen.codegen.program import Program
 from kgen.runtime import events
-from kgen.runtime.backends.base import Generated
+from kgen.runtime.backends.base import Generated, capability_of, missing_gpu
 from kgen.runtime.backends.driver import Binary, Loaded
 from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import CACHE, Cache, cache_key
@@ -30,9 +30,7 @@ class Cuda(Generated):
     backend = "cuda"
 
     def why_unavailable(self, device: torch.device) -> str | None:
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device; it needs an NVIDIA GPU, its driver and a CUDA build of torch"
-        return _missing_cupy()
+        return missing_gpu(device) or _missing_cupy()
 
     def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
         arch = f"sm_{self.capability(device)}"
@@ -47,8 +45,7 @@ class Cuda(Generated):
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def capability(self, device: torch.device) -> int:
-        properties = torch.cuda.get_device_properties(device)
-        return 10 * properties.major + properties.minor
+        return capability_of(device)
 
 
 @cache

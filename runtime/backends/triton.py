@@ -14,7 +14,7 @@ import torch
 from kgen.codegen.program import Program
 from kgen.codegen.variant import Variant
 from kgen.runtime import events
-from kgen.runtime.backends.base import Generated
+from kgen.runtime.backends.base import Generated, capability_of, missing_gpu
 from kgen.runtime.backends.driver import Binary, Loaded
 from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import Cache, cache_key, temporary_folder
@@ -31,8 +31,8 @@ class Triton(Generated):
     backend = "triton"
 
     def why_unavailable(self, device: torch.device) -> str | None:
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device; it needs an NVIDIA GPU, its driver and a CUDA build of torch"
+        if why := missing_gpu(device):
+            return why
         if not triton_is_installed():
             return missing_triton()
         if _interprets():
@@ -40,8 +40,7 @@ class Triton(Generated):
         return None
 
     def load(self, program: Program, layout: Layout, device: torch.device, cache: Cache) -> Built:
-        properties = torch.cuda.get_device_properties(device)
-        capability = 10 * properties.major + properties.minor
+        capability = self.capability(device)
 
         def build(p: Program) -> Built:
             variant = p.stage.variant if p.stage is not None else layout.variant
@@ -51,6 +50,9 @@ class Triton(Generated):
 
     def multiprocessors(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def capability(self, device: torch.device) -> int:
+        return capability_of(device)
 
 
 @memoised
