@@ -191,7 +191,7 @@ def test_another_environment_compiles_again(path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_device_that_runs_another_number_of_clusters_has_other_shares(path: Path, machine: FakeDriver) -> None:
-    x = whole(9, 20000)
+    x = whole(9, 30000)
 
     def call(module: kgen.KernelModule) -> torch.Tensor:
         return module.totals(x, backend="cuda")
