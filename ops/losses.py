@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kgen.dsl.diagnostics import KgenError
 from kgen.ops.functional import _kernel, is_dynamo_compiling
 from kgen.runtime.errors import ArgumentError
 
@@ -52,7 +51,7 @@ def cross_entropy(
         loss, z = _kernel("cross_entropy", "cross_entropy").ordered(
             (logits, target, weight, ignore_index, label_smoothing, z_loss, cap, smoothed, capped), backend
         )
-    except KgenError:
+    except Exception:  # torch.compile, where it traces what is called here, raises errors of its own
         _labels("cross_entropy", logits, target)  # says what is wrong with them in this function's words
         raise
     if reduction == "none":

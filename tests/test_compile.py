@@ -385,3 +385,12 @@ def test_the_operator_of_the_forward_pass_tells_that_of_the_backward_pass() -> N
     assert name == library.define_training(t)
     object.__setattr__(t, "backward", other[t.backward.name])
     assert name != library.define_training(t)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 4)])
+def test_labels_that_do_not_fit_are_named_behind_a_break_of_the_graph(shape: tuple[int, ...]) -> None:
+    """As the error leaves the graph, torch runs the function eagerly, and traces what that calls."""
+    with pytest.raises(kgen.ArgumentError, match=r"cross_entropy: target must have the shape of logits .*\(4,\)"):
+        torch.compile(ops.cross_entropy, backend="aot_eager")(
+            randn(4, 8), torch.zeros(shape, dtype=torch.int64), backend="reference"
+        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import sums_kit
 import torch
 import triton_kit
-from cuda_kit import call
+from cuda_kit import Call, call
 
 from kgen.codegen import ladders
 
@@ -26,15 +27,41 @@ NAMED = NORM.replace("    c =", "    g = w[n] + 1.0\n    h = g * g + w[n]\n    c
 )
 # What each row has to itself, and what is overwritten, is loaded first.
 ROWS = NORM.replace("b: T[N]", "b: T[*M, N]").replace("b[n]", "b[m, n]")
+# What is looked up waits for its positions, which come first with it.
+LOOKED_UP = NORM.replace("w: T[N]", "w: i64[N], t: T[V]").replace("w[n]", "t[w[n]]")
+# A single row, which overwrites its weight before what that was is used.
+OVERWRITTEN = """kernel norm(x: T[N], w: inout T[N], b: T[N]) -> (y: T[N]):
+    tile n in N
+    old = w[n]
+    c = x[n] - mean(x[n], n)
+    d = c * rsqrt(mean(c * c, n) + 1e-5)
+    w[n] = d
+    y[n] = d * old + b[n]
+"""
+SUMS = """kernel norm(x: T[*M, N], w: T[N], b: T[N]) -> (y: f32[N]):
+    parallel m in M
+    tile n in N
+    c = x[m, n] - mean(x[m, n], n)
+    y[n] += c * rsqrt(mean(c * c, n) + 1e-5) * w[n] + b[n]
+"""
+
+
+def given(text: str, n: int, **shapes: tuple[int, ...]) -> Call:
+    sizes = {"x": (3, n), "w": (n,), "b": (n,), **shapes}
+    g = torch.Generator().manual_seed(n)
+    tensors = {k: torch.randn(*s, generator=g).to(torch.bfloat16) for k, s in sizes.items()}
+    if "w: i64" in text:
+        tensors["w"] = torch.randint(0, sizes["t"][0], (n,), generator=g)
+    return call(text, "norm", **tensors)
 
 
 def order(text: str, n: int = 256, **shapes: tuple[int, ...]) -> list[str]:
-    """The loads and reductions of the Triton text, in order."""
-    sizes = {"x": (3, n), "w": (n,), "b": (n,), **shapes}
-    g = torch.Generator().manual_seed(n)
-    c = call(text, "norm", **{k: torch.randn(*s, generator=g).to(torch.bfloat16) for k, s in sizes.items()})
-    triton_kit.check(c)
-    found = re.finditer(r"tl\.load\(\s*(\w)_|tl\.(sum)\(", triton_kit.emitted(c).source)
+    """The loads and reductions of the first launch of the Triton text, in order."""
+    c = given(text, n, **shapes)
+    program = triton_kit.emitted(c)
+    got = triton_kit.run(c) if len(program.launches) == 1 else sums_kit.run(c, "triton")
+    sums_kit.within_bounds(c, got)
+    found = re.finditer(r"tl\.load\(\s*(\w)_|tl\.(sum)\(", program.launches[0].source)
     return [m[1] or m[2] for m in found]
 
 
@@ -51,6 +78,18 @@ def test_not_behind_their_first_use() -> None:
 def test_what_is_computed_of_weights_alone_comes_late_too() -> None:
     assert order(NAMED) == ["x", "sum", "sum", "w", "b"]
     assert order(NAMED.replace("c * c, n", "c * c * h, n")) == ["w", "x", "sum", "sum", "b"]
+
+
+def test_what_is_overwritten_is_loaded_first() -> None:
+    assert order(OVERWRITTEN, x=(256,)) == ["w", "x", "sum", "sum", "b"]
+
+
+def test_what_is_looked_up_is_loaded_first() -> None:
+    assert order(LOOKED_UP, t=(7,)) == ["x", "w", "t", "sum", "sum", "b"]
+
+
+def test_sums_over_programs_hold_weights_for_all_their_rows() -> None:
+    assert order(SUMS)[:3] == ["x", "w", "b"]
 
 
 def test_rows_are_loaded_first() -> None:
