@@ -75,6 +75,19 @@ kernel diagonal(x: T[*M, N, N]) -> (y: T[*M, N]):
     tile n in N
     y[m, n] = x[m, n, n]
 """
+REVERSED = """
+kernel reversed(x: T[M, N]) -> (y: T[M, N]):
+    parallel m in M
+    tile n in N
+    y[m, n] = x[m, N - 1 - n] * max(x[m, N - 1 - n], n)
+"""
+# The tile index m is two dimensions in memory.
+STARRED = """
+kernel starred(x: T[*M, B, N]) -> (y: T[*M, B, N]):
+    parallel b in B
+    tile m in M, n in N
+    y[m, b, n] = x[m, b, n] * max(x[m, b, n], n)
+"""
 # A program sums over b and s for its own h: the programs of other h read t again.
 SHARED = """
 kernel shared(x: f32[H, B, S, D], t: T[B, S, D]) -> (d_w: f32[H, D]):
@@ -271,6 +284,9 @@ def test_what_is_not_asked_for() -> None:
     c = call(GRID, "grid", x=heads(4 * 64, 3, 5).permute(0, 1, 4, 3, 2), t=randn(3, 64, dtype=torch.bfloat16))
     assert not asked(source(c, knobs))  # elements apart
     assert not asked(source(call(DIAGONAL, "diagonal", x=randn(5, 64, 64)), knobs))
+    assert not asked(source(call(REVERSED, "reversed", x=randn(5, 256)), knobs))
+    assert asked(source(call(STARRED, "starred", x=randn(4, 5, 64)), knobs))
+    assert not asked(source(call(STARRED, "starred", x=randn(2, 4, 5, 64)[:, :3]), knobs))
     c = call(SHARED, "shared", x=randn(2, 7, 8, 4096), t=randn(7, 8, 4096, dtype=torch.bfloat16))
     assert [line for line in asked(source(c)) if "prefetch" in line] == ["prefetch_l2(x_ahead + d_line);"]  # t is kept
     module = load(ROPE).module
