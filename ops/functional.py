@@ -28,9 +28,9 @@ def _loaded(file: str, name: str) -> Kernel:
 
 def _kernel(file: str, name: str) -> Kernel:
     if is_dynamo_compiling():
-        from kgen.runtime import library  # imports torch.compile's machinery
+        from kgen.runtime.library import packaged  # imports torch.compile's machinery
 
-        return library.packaged(f"{file}.kdsl", name)
+        return packaged(f"{file}.kdsl", name)
     return _loaded(file, name)
 
 

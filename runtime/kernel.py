@@ -157,9 +157,10 @@ class Kernel:
         given. The rest is as for any call."""
         outs = self.binder.outputs(out) if out is not None else None
         if is_dynamo_compiling():
-            from kgen.runtime import library  # imports torch.compile's machinery
+            # It imports torch.compile's machinery. A trace guards less where it is told the module itself.
+            from kgen.runtime.library import call
 
-            return library.call(self, [*values], outs, backend)
+            return call(self, [*values], outs, backend)
         choice = registry.requested(backend)
         group: Group = choice
         others: Sequence[torch.Tensor] = ()

@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kgen.runtime.derivatives import Called, Once, ReverseOnly, no_forward_mode
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.kernel import Kernel, by_serial
 from kgen.runtime.loading import load_packaged
+from kgen.runtime.operators import Operator
 
 _lock = rlock()
 _defined: set[str] = set()
@@ -47,29 +49,54 @@ def call(kernel: Kernel, values: list[Any], outs: tuple[Any, ...] | None, backen
     The backend is the one asked for now, at trace time; which gradients are computed is fixed too, by which inputs
     require grad.
     """
-    refuse_transforms(kernel.name, kernel.has_float_output)
+    serial = kernel.serial
+    kernel_name, has_float_output, tensor_at, numbers, const_at, inout_at, has_outputs = _form(serial)
+    refuse_transforms(kernel_name, has_float_output)
     choice = _choice(backend)
-    for i in (*kernel.scalar_at, *kernel.const_at):
-        values[i] = number(kernel.name, kernel.signature.params[i].name, values[i])
+    for i, scalar in numbers:
+        values[i] = number(kernel_name, scalar, values[i])
     wanted: tuple[int, ...] = ()
     if torch.is_grad_enabled():
-        wanted = tuple(i for i in kernel.tensor_at if values[i] is not None and values[i].requires_grad)
-    written = outs is not None or bool(kernel.inout_at)
-    dtypes = tuple(None if values[i] is None else values[i].dtype for i in kernel.tensor_at)
-    for i in kernel.const_at:
+        wanted = tuple(i for i in tensor_at if values[i] is not None and values[i].requires_grad)
+    written = outs is not None or len(inout_at) > 0
+    dtypes = tuple(None if values[i] is None else values[i].dtype for i in tensor_at)
+    for i in const_at:
         values[i] = _settled(values[i])
-    consts = tuple(values[i] for i in kernel.const_at)
-    name, takes, count = _operator(kernel.serial, dtypes, consts, wanted, written, outs is not None)
+    consts = tuple(values[i] for i in const_at)
+    name, takes, count = _operator(serial, dtypes, consts, wanted, written, outs is not None)
     arguments = [values[i] for i in takes]
     if outs is not None:
         arguments += outs
-    results = run_operator(name, bool(wanted), (*arguments, choice))
-    if outs is not None or not kernel.signature.outputs:
-        results = outs if outs is not None else [values[i] for i in kernel.inout_at]
+    results = run_operator(name, len(wanted) > 0, (*arguments, choice))
+    if outs is not None or not has_outputs:
+        results = outs if outs is not None else [values[i] for i in inout_at]
         return results[0] if len(results) == 1 else tuple(results)
     if isinstance(results, torch.Tensor):
         return results
     return results[0] if count == 1 else tuple(results[:count])
+
+
+_Form = tuple[
+    str, bool, tuple[int, ...], tuple[tuple[int, str], ...], tuple[int, ...], tuple[int, ...], bool
+]  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def _form(serial: str) -> _Form:
+    """What a trace needs of a kernel: its name and whether an output is of floats; the positions of the tensors among
+    its parameters, positions and names of scalars and constants, positions of the constants and of the tensors that it
+    modifies; whether it has outputs.
+
+    As attributes of the kernel each of them, and each number in them, would be guarded, and compared at every call of
+    the compiled function. All follow from `serial`, which is guarded.
+    """
+    kernel = by_serial(serial)
+    params = kernel.signature.params
+    numbers = tuple((i, params[i].name) for i in (*kernel.scalar_at, *kernel.const_at))
+    return (
+        kernel.name, kernel.has_float_output, kernel.tensor_at, numbers, kernel.const_at, kernel.inout_at,
+        bool(kernel.signature.outputs),
+    )  # fmt: skip
 
 
 def number(kernel: str, name: str, value: Any) -> Any:
@@ -275,27 +302,28 @@ def _name(kernel: Kernel, content: str) -> str:
 
 def _define(name: str, kernel: Kernel, out: bool) -> Any:
     signature = kernel.signature
+    if signature.outputs and not out and not kernel.inout_at:
+        return Operator(name, _schema(kernel, out), lambda *a: kernel.ordered(a[:-1], a[-1]), partial(_fake, kernel))
     returns = bool(signature.outputs) and not out  # an operator must not return what it was given
 
     def run(*arguments: Any) -> Any:
         *given, choice = arguments
         outs = given[len(signature.params) :] if out else None
         with torch.no_grad():  # gradients are the dispatcher's business here
-            results = kernel(*given[: len(signature.params)], backend=choice, out=outs)
+            results = kernel.ordered(given[: len(signature.params)], choice, outs)
         return results if returns else None
-
-    def fake(*arguments: Any) -> Any:
-        if not returns:
-            return None
-        results = _fake_results(kernel, arguments[:-1])
-        return results[0] if len(results) == 1 else tuple(results)
 
     mutated = [f"a{i}" for i in kernel.inout_at]
     if out:
         mutated += [f"out{k}" for k in range(len(signature.outputs))]
     op = torch.library.custom_op(f"kgen::{name}", run, mutates_args=mutated, schema=_schema(kernel, out))
-    op.register_fake(fake)
+    op.register_fake(partial(_fake, kernel) if returns else lambda *_: None)
     return op
+
+
+def _fake(kernel: Kernel, *arguments: Any) -> Any:
+    results = _fake_results(kernel, arguments[:-1])
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _schema(kernel: Kernel, out: bool) -> str:

@@ -298,7 +298,7 @@ def test_functions_of_the_trace_are_given_plain_constants(monkeypatch: pytest.Mo
     f = compiled(lambda x, w, b, g: UNPLANNED.group_norm(x, w, b, G=g, eps=1e-3), dynamic=True)
     f(randn(2, 6, 5).requires_grad_(), randn(6), randn(6), 3)
     compiled(lambda x: ops.softmax(x, backend="reference", out=torch.empty_like(x)))(randn(3, 8))
-    assert set(seen) == {"_operator", "_choice", "_put_on_shelf", "_refuse_transforms"}
+    assert set(seen) == {"_operator", "_form", "_choice", "_put_on_shelf", "_refuse_transforms"}
     strange = {name: [v for v in values if not plain(v)] for name, values in seen.items()}
     assert not any(strange.values()), strange
 
