@@ -13,14 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._library.autograd import Info, make_autograd_impl
 
 _is_grad_enabled = torch.is_grad_enabled
 _library = torch.library.Library("kgen", "FRAGMENT")
 
 
-# What the dispatcher has left to do behind autograd for plain tensors. Versions of what is written are counted there too,
-# which is nothing here.
+# What the dispatcher has left to do behind autograd for plain tensors. Versions of what is written are counted there
+# too, which is nothing here.
 _BEHIND: int = torch._C._after_autograd_keyset.raw_repr()
 _PLAIN = frozenset(
     (torch._C.DispatchKeySet(device) | counting).raw_repr()
@@ -30,9 +31,12 @@ _PLAIN = frozenset(
 
 
 class Operator:
-    """The operator `kgen::<name>`. `schema` are its parameters and results, of which none may be written or share
-    memory with another. `run` computes, with the grad mode off; `fake` makes results without values. Where an argument requires grad, going backward through a result raises RuntimeError until a
-    gradient is registered."""
+    """The operator `kgen::<name>`.
+
+    `schema` are its parameters and results; none of them may be written or share memory with another, which is not
+    checked. `run` computes, with the grad mode off; `fake` makes results without values. Where an argument requires
+    grad, going backward through a result raises RuntimeError until a gradient is registered.
+    """
 
     def __init__(self, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
         self._gradient = Info(None, None)
@@ -52,9 +56,9 @@ class Operator:
             with torch.no_grad():  # gradients are the dispatcher's business
                 return run(*arguments)
 
-        # The dispatcher calls them inside what dynamo would trace, as after a break of the graph.
-        _library.impl(name, torch._disable_dynamo(computed), "CompositeExplicitAutograd")
-        _library.impl(name, torch._disable_dynamo(dispatched), "Autograd", with_keyset=True)
+        # They may be called where dynamo traces what is called, as between two graphs of one function.
+        _library.impl(name, _disable_dynamo(computed), "CompositeExplicitAutograd")
+        _library.impl(name, _disable_dynamo(dispatched), "Autograd", with_keyset=True)
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple[Any, ...], Any], None]
