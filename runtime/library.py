@@ -303,7 +303,8 @@ def _name(kernel: Kernel, content: str) -> str:
 def _define(name: str, kernel: Kernel, out: bool) -> Any:
     signature = kernel.signature
     if signature.outputs and not out and not kernel.inout_at:
-        return Operator(name, _schema(kernel, out), lambda *a: kernel.ordered(a[:-1], a[-1]), partial(_fake, kernel))
+        made = _schema(kernel, out), lambda *a: kernel.ordered(a[:-1], a[-1]), partial(_fake, kernel)
+        return Operator(name, *made, fresh=True)
     returns = bool(signature.outputs) and not out  # an operator must not return what it was given
 
     def run(*arguments: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch._library.autograd import Info, make_autograd_impl
+from torch._library.utils import _c_check_aliasing_constraint
 
 _is_grad_enabled = torch.is_grad_enabled
 _library = torch.library.Library("kgen", "FRAGMENT")
@@ -33,17 +34,23 @@ _PLAIN = frozenset(
 class Operator:
     """The operator `kgen::<name>`.
 
-    `schema` are its parameters and results; none of them may be written or share memory with another, which is not
-    checked. `run` computes, with the grad mode off; `fake` makes results without values. Where an argument requires
-    grad, going backward through a result raises RuntimeError until a gradient is registered.
+    `schema` are its parameters and results. `run` computes, with the grad mode off, and writes no argument; `fake`
+    makes results without values. No result may share memory with an argument or another result: where `run` does not
+    make each of them itself (`fresh`), a call that breaks this raises RuntimeError. Where an argument requires grad,
+    going backward through a result raises RuntimeError until a gradient is registered.
     """
 
-    def __init__(self, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def __init__(
+        self, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, fresh: bool
+    ) -> None:
         self._gradient = Info(None, None)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         qualified = f"kgen::{name}"
         torch.library.register_fake(qualified, fake, lib=_library)
         recorded = make_autograd_impl(getattr(torch.ops.kgen, name).default, self._gradient)
+
+        if not fresh:
+            run = _checked(name, run)
 
         def dispatched(keys: Any, *arguments: Any) -> Any:
             if not _is_grad_enabled() and keys.raw_repr() & _BEHIND in _PLAIN:
@@ -65,3 +72,12 @@ class Operator:
     ) -> None:
         """The gradient, as `torch.library.register_autograd` takes it."""
         self._gradient._backward_fn, self._gradient._setup_context_fn = backward, setup_context
+
+
+def _checked(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*arguments: Any) -> Any:
+        results = run(*arguments)
+        _c_check_aliasing_constraint(name, arguments, {}, results)
+        return results
+
+    return checked

@@ -16,6 +16,7 @@ from kgen.runtime import library
 from kgen.runtime.binding import is_fake
 from kgen.runtime.kernel import Kernel
 from kgen.runtime.loading import load_packaged
+from kgen.runtime.operators import Operator
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,24 @@ def test_what_is_no_plain_tensor_goes_through_the_dispatcher(grad: bool) -> None
         assert torch.equal(op(negated, "reference"), expected(-x))
         with FakeTensorMode():
             assert is_fake(op(torch.empty(3, 8), "reference"))
+
+
+def test_results_that_share_memory_are_refused() -> None:
+    x = rows()
+    results: dict[str, Callable[..., Any]] = {
+        "view": lambda t: (t[:1], t + 1), "twice": lambda t: (x, x), "own": lambda t: (t + 1, t + 2),
+    }  # fmt: skip
+    for name, run in results.items():
+        fake = lambda t: (torch.empty_like(t), torch.empty_like(t))  # noqa: E731
+        Operator(f"shares_{name}", "(Tensor t) -> (Tensor, Tensor)", run, fake, fresh=False)
+        op = getattr(torch.ops.kgen, f"shares_{name}")
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                if name == "own":
+                    assert torch.equal(op(x)[1], x + 2)
+                else:
+                    with pytest.raises(RuntimeError, match="may not alias"):
+                        op(x)
 
 
 def test_nothing_inside_an_operator_is_traced() -> None:

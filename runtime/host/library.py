@@ -27,6 +27,7 @@ from kgen.runtime.errors import ArgumentError
 from kgen.runtime.host.op import HostOp, by_serial, result_dtypes
 from kgen.runtime.host.options import Options
 from kgen.runtime.library import _choice, _settled, differentiate, number, refuse_transforms, run_operator
+from kgen.runtime.operators import Operator
 
 _lock = rlock()
 _defined: set[str] = set()
@@ -160,9 +161,8 @@ def _define(name: str, form: _Form) -> None:
 
     def run(*arguments: Any) -> Any:
         values, choice, options = _unpacked(arguments)
-        with torch.no_grad():  # gradients are the dispatcher's business here
-            ready = op.ready(values, form.wanted, choice, options)
-            outputs, made = ready.forward(values)
+        ready = op.ready(values, form.wanted, choice, options)
+        outputs, made = ready.forward(values)
         return outputs[0] if count == 1 else (*outputs, *made)
 
     def fake(*arguments: Any) -> Any:
@@ -182,8 +182,7 @@ def _define(name: str, form: _Form) -> None:
         return results[0] if count == 1 else tuple(results)
 
     schema = f"({', '.join([*_parameters(op), _OPTIONS])}) -> {_returns(count)}"
-    made = torch.library.custom_op(f"kgen::{name}", run, mutates_args=(), schema=schema)
-    made.register_fake(fake)
+    made = Operator(name, schema, run, fake, fresh=False)
     if form.wanted:
         _define_backward(f"{name}_backward", form)
         _differentiate(made, name, form)
@@ -199,9 +198,8 @@ def _define_backward(name: str, form: _Form) -> None:
         values, choice, options = _unpacked(arguments)
         own, kept, grads = values[: len(params)], values[len(params) :][:saved], values[len(params) + saved :]
         shared = len(form.shared)
-        with torch.no_grad():
-            ready = op.ready(own, form.wanted, choice, options)
-            found = ready.backward(own, kept[:shared], kept[shared:], grads, donated=False)
+        ready = op.ready(own, form.wanted, choice, options)
+        found = ready.backward(own, kept[:shared], kept[shared:], grads, donated=False)
         results = tuple(found[i] for i in gradients)
         return results[0] if len(results) == 1 else results
 
@@ -217,7 +215,7 @@ def _define_backward(name: str, form: _Form) -> None:
         _OPTIONS,
     ]
     schema = f"({', '.join(parts)}) -> {_returns(len(gradients))}"
-    torch.library.custom_op(f"kgen::{name}", run, mutates_args=(), schema=schema).register_fake(fake)
+    Operator(name, schema, run, fake, fresh=False)
 
 
 def _differentiate(made: Any, name: str, form: _Form) -> None:
