@@ -27,7 +27,7 @@ from kgen.codegen.layout import (
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.online import pair, paired, steps_of
 from kgen.codegen.phases import phases
-from kgen.codegen.registers import tile_registers
+from kgen.codegen.registers import tile_registers, waiting_registers
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
@@ -184,10 +184,9 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
         vector = peeling.vector
     sums = has_sums(kernel)
     if sums and axis is not None and len(kernel.tiles) == 1 and not peeled:
-        for threads, width in _sum_threads(kernel, axis, vector):
-            schedule = _packed(kernel, variant, Schedule(threads, 1, width, name="row"))
-            if _fits(kernel, variant, schedule):
-                return schedule
+        row = _sum_row(kernel, variant, axis, vector)
+        if row is not None:
+            return row
     ladder = ladders.SUM_ROW_THREADS if sums else ladders.ROW_THREADS
     threads = ladder[whole_row_bytes(kernel)]
     while True:
@@ -202,9 +201,8 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
             break
         threads *= 2
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
-        for threads, cluster in product(ladders.SUM_CLUSTER_THREADS if sums else (1024,), (2, 4, 8)):
-            spread = Schedule(threads, 1, vector, name="row", cluster=cluster, peeled=peeled)
-            if _fits(kernel, variant, spread):
+        for spread in _clusters(kernel, vector, peeled):
+            if _fits(kernel, variant, spread) or (sums and _met(kernel) > 1 and _holds(kernel, variant, spread)):
                 return spread
     for looped in _looped(kernel, variant, vector, peeled):
         if _fits(kernel, variant, looped):
@@ -213,15 +211,33 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
     return schedule  # nothing fits: the last is the smallest
 
 
-def _sum_threads(kernel: ir.Kernel, axis: str, vector: int) -> Iterator[tuple[int, int]]:
-    """(threads, vector) for rows of sums along a single tile axis, in order of preference: of what the ladder says and
-    half of it, those that leave few threads idle at the end of a row. 512 threads hold more than 1024, which have 64
-    registers each."""
+def _sum_row(kernel: ir.Kernel, variant: Variant, axis: str, vector: int) -> Schedule | None:
+    """A program for rows of sums along a single tile axis that leaves few of its threads idle at the end of a row, if
+    one holds it: with the threads that the ladder says, or half of them. (512 hold more than 1024, which have 64
+    registers each.) A row that is reduced several times has nothing in flight again and again: there a second program
+    on the multiprocessor is worth more than threads, and even a single one of 256 more than a cluster."""
     n = kernel.axis(axis).extent.constant
-    threads = min(ladders.SUM_ROW_THREADS[whole_row_bytes(kernel)], ceil_power(-(-n // vector)))
-    for t, v in product((threads, threads // 2), (vector, max(1, vector // 2))):
-        if n >= ladders.SUM_BUSY * -(-n // (t * v)) * t * v:
-            yield t, v
+    most = min(ladders.SUM_ROW_THREADS[whole_row_bytes(kernel)], ceil_power(-(-n // vector)))
+    rows = [
+        _packed(kernel, variant, Schedule(threads, 1, width, name="row"))
+        for threads, width in product((most, most // 2, most // 4, most // 8), (vector, max(1, vector // 2)))
+        if threads and n >= ladders.SUM_BUSY * -(-n // (threads * width)) * threads * width
+    ]
+    fitting = (s for s in rows if _fits(kernel, variant, s))
+    if _met(kernel) < 2:
+        return next((s for s in fitting if 2 * s.team >= most), None)
+    rows = [s for s in rows if _holds(kernel, variant, s)]
+    two = (s for s in rows if _holds(kernel, variant, s, programs=2))
+    return next((s for s in (*two, *fitting, *(s for s in rows if s.threads <= 256))), None)
+
+
+def _holds(kernel: ir.Kernel, variant: Variant, schedule: Schedule, programs: int = 1) -> bool:
+    """Whether a multiprocessor has the registers for so many programs of sums, none of which spills."""
+    kernel = paired(kernel, schedule)
+    steps, lay = steps_of(kernel, schedule), layout(kernel, variant, schedule)
+    tiles = tile_registers(kernel, variant, steps, lay) + waiting_registers(kernel, variant, steps, lay)
+    registers = int(ladders.SUM_MORE_REGISTERS * tiles) + ladders.OTHER_REGISTERS
+    return registers <= min(ladders.MOST_REGISTERS, ladders.REGISTER_FILE // (programs * schedule.threads))
 
 
 def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
@@ -232,12 +248,28 @@ def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
     return replace(schedule, ahead=-(-far // schedule.cluster) if schedule.rows == 1 else 0)
 
 
+def _clusters(kernel: ir.Kernel, vector: int, peeled: bool) -> Iterator[Schedule]:
+    """Clusters that may hold a row, in order of preference: where they meet several times, of few CTAs first."""
+    if not has_sums(kernel):
+        ways = [(1024, 2), (1024, 4), (1024, 8)]
+    elif _met(kernel) > 1:
+        ways = [(threads, cluster) for cluster in (2, 4, 8) for threads in (512, 256, 1024)]
+    else:
+        ways = [(threads, cluster) for threads in ladders.SUM_CLUSTER_THREADS for cluster in (2, 4, 8)]
+    for threads, cluster in ways:
+        yield Schedule(threads, 1, vector, name="row", cluster=cluster, peeled=peeled)
+
+
 def _clusters_pay(kernel: ir.Kernel) -> bool:
     """Whether a row without sums over programs that does not fit a CTA is better held by a cluster than taken in
     chunks: where its CTAs meet once."""
-    met = sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
     wide = whole_row_bytes(kernel) > ladders.CLUSTER_BYTES
-    return wide and met == 1 and not _in_place(kernel)
+    return wide and _met(kernel) == 1 and not _in_place(kernel)
+
+
+def _met(kernel: ir.Kernel) -> int:
+    """How many times the threads of a row meet."""
+    return sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
 
 
 def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule:
@@ -351,8 +383,7 @@ def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
     kernel = paired(kernel, schedule)
     steps = steps_of(kernel, schedule)
     held = ladders.SUM_CLUSTER_REGISTERS if has_sums(kernel) and schedule.cluster > 1 else ladders.ROW_REGISTERS
-    budget = held[schedule.threads]
-    return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= budget
+    return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= held[schedule.threads]
 
 
 def refuse_oversize(

@@ -131,6 +131,10 @@ SUM_AHEAD = 1
 REGISTER_FILE = 64 << 10
 MOST_REGISTERS = 255  # of a thread
 OTHER_REGISTERS = 28
+# Rows of sums have more, the more their tiles fill: the backward of LayerNorm has 124 registers of 5120 columns on 256
+# threads, of which 86 are for tiles. It reduces a row twice, and takes 1.43 times as long on 512 threads, of which a
+# multiprocessor has the registers for one program, as on 256, of which it has two.
+SUM_MORE_REGISTERS = 1.15
 # About how many it has beside the elements of a row at least: a normalisation of the sum of two rows in f32, of 16384
 # columns, holds 16 in 32 registers.
 FEWEST_REGISTERS = 16

@@ -73,6 +73,12 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
     )
 
 
+def waiting_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
+    """32-bit registers of weights that a thread loads ahead of their use, which `tile_registers` leaves out."""
+    found = _waiting(kernel, variant, steps, lay, sum_registers(kernel, lay))
+    return ladders.WAITING_WORDS if found else 0
+
+
 def _waiting(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout, carried: int) -> set[str]:
     """Loads of what is the same in all rows, which are made slot by slot where registers are short (see
     `kgen.codegen.cuda.plan`)."""

@@ -269,7 +269,7 @@ def chosen(kernel: str, n: int, dtype: torch.dtype = BF16, **how: Any) -> Schedu
         ("rms_norm_grad", 65536, BF16, 8, 256),
         ("rms_norm_grad", 131072, BF16, 8, 512),
         ("rms_norm_grad", 65536, F32, 8, 512),
-        ("scaled_sums", 65536, BF16, 8, 512),
+        ("scaled_sums", 65536, BF16, 4, 256),
         ("rms_norm", 65536, BF16, 1, 1024),
         ("rms_norm", 131072, BF16, 2, 1024),
         ("rms_norm", 262144, BF16, 4, 1024),

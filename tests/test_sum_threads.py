@@ -9,10 +9,11 @@ import sums_kit
 import torch
 from cuda_kit import Call, call, prepare
 
-from kgen.codegen import ladders
+from kgen.codegen import cuda, ladders
 from kgen.codegen.layout import layout
 from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.schedule import Schedule
+from kgen.runtime.nvrtc import compile_cuda
 
 BF16 = torch.bfloat16
 # The gradients of a normalisation, by a single reduction, and by two of which more is held.
@@ -54,6 +55,15 @@ def chosen(c: Call) -> tuple[Schedule, float]:
     return s.schedule, axis.extent / (axis.slots * axis.threads * axis.vector)
 
 
+def registers(c: Call) -> int:
+    """Those of a thread, of which none is in memory."""
+    where, _ = prepare(c)
+    program = cuda.emit(schedule_kernel(where.kernel, where.variant, "cuda"))
+    resources = compile_cuda(program.source, program.entry, "sm_90").resources
+    assert resources.local_bytes == 0
+    return resources.registers
+
+
 @pytest.mark.parametrize(
     ("n", "threads", "vector"),
     [
@@ -70,6 +80,26 @@ def test_few_are_idle(n: int, threads: int, vector: int) -> None:
 def test_where_each_choice_leaves_some_it_is_that_of_powers_of_two() -> None:
     schedule, busy = chosen(gradients(ONE, 2056))  # just above a power of two
     assert (schedule.threads, schedule.vector) == (512, 8) and busy < ladders.SUM_BUSY
+
+
+@pytest.mark.parametrize(("n", "threads"), [(2048, 256), (4096, 512), (5120, 256), (6144, 256), (7168, 128)])
+def test_what_meets_twice_has_two_programs_on_a_multiprocessor(n: int, threads: int) -> None:
+    """... of which one works while the other waits: rather than many threads, and with no register in memory."""
+    c = gradients(TWO, n)
+    schedule, busy = chosen(c)
+    assert (schedule.threads, schedule.rows) == (threads, 1) and busy >= ladders.SUM_BUSY
+    assert 2 * threads * registers(c) <= ladders.REGISTER_FILE
+    assert chosen(gradients(ONE, n))[0].threads >= threads
+
+
+@pytest.mark.parametrize(
+    ("n", "threads", "cluster"), [(12288, 512, 1), (16384, 512, 2), (20480, 512, 2), (32768, 512, 4)]
+)
+def test_what_meets_twice_has_few_ctas_of_a_cluster(n: int, threads: int, cluster: int) -> None:
+    c = gradients(TWO, n)
+    schedule, _ = chosen(c)
+    assert (schedule.threads, schedule.cluster, schedule.chunks) == (threads, cluster, ())
+    assert registers(c) <= ladders.MOST_REGISTERS
 
 
 def test_half_of_1024_before_a_cluster() -> None:
