@@ -62,7 +62,7 @@ def test_the_machine_is_named_or_follows_from_the_architecture() -> None:
     for args, message in [
         (("-s", "cost", "--gpu", "h300"), "there is no machine 'h300' here; they are h200, h100, a100"),
         (("-s", "cost", "--gpu", "a100", "--arch", "sm_90"), "NVIDIA A100 SXM (80 GB) is sm_80"),
-        (("-s", "cost", "--arch", "sm_70"), "no machine with it is known; name one: --gpu h200"),
+        (("-s", "cost", "--arch", "sm_87"), "no machine with it is known; name one: --gpu h200"),
         (("-s", "cuda", "--gpu", "h200"), "--gpu is for --stage cost and schedule"),
     ]:
         code, out = show(NORM, *args)

@@ -387,6 +387,7 @@ def test_a_sum_has_as_many_programs_as_the_driver_says_run_at_a_time(
         ("rms_norm", 131072, BF16),
         ("rms_norm", 200000, BF16),
         ("scaled_sums", 40000, BF16),
+        ("scaled_sums", 65536, BF16),
     ],
 )
 def test_machine_code_holds_the_row_in_registers(kernel: str, n: int, dtype: torch.dtype) -> None:
