@@ -36,6 +36,9 @@ Record = dict[str, Any]
 # stride 0 has equal elements, and larger ones are slow.
 FORMULA_WIDTHS = range(7, 4097)
 FORMULA_ELEMENTS = 1 << 20
+# What a whole gradient is less than, beside the gradient that comes in, where it cancels: that of a sum of softmaxes is
+# zero, and what is left of it are roundings, of which the formula says nothing.
+CANCELLED = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,10 @@ def _by_formula(
     expected = torch.autograd.grad(
         [outputs[n] for n in carrying], [doubles[n] for n in found], [u.double() for u in ups], allow_unused=True
     )
+    largest = max((u.abs().max().item() for u in ups if u.numel()), default=0.0)
     for name, e in zip(found, expected, strict=True):
+        if e is not None and e.numel() and e.abs().max().item() < CANCELLED * largest:
+            continue
         ratio = worst(found[name], torch.zeros_like(doubles[name]) if e is None else e, size)
         if not ratio <= 1.0:
             return f"gradient of {name}: {ratio:.3g} times what it may be off torch's derivative of the formula"
