@@ -6,10 +6,10 @@ that compiles nothing has its first result.
 Each op on tensors so small that the device is done before the host: its launch alone, as a plan (outputs allocated,
 addresses written, launched), as a function without gradients, with them (forward and backward apart), under
 torch.compile, and as the replay of a CUDA graph, on both backends. A sample is the mean over some calls between two
-`perf_counter`, begun with the queue of the device empty; ways take turns, in a new order each round, and the median
-over the rounds counts.
+`perf_counter`, begun with the queue of the device empty; ways take turns, in a new order each round. The fastest round
+counts, as what holds a host up only adds; the median is told behind it.
 
-The clock of a host's CPU drifts, by up to 1.7 from one op to the next. So torch's own rms_norm of one small tensor
+The clock of a host's CPU drifts, by up to 1.7 within the rounds of one op. So torch's own rms_norm of one small tensor
 takes its turn in the rounds of each op: where it takes longer than where the bars were set, bars are as much higher.
 
 `--device cpu` is a trial on the executors of the CPU, whose times mean nothing: they compute on the host.
@@ -205,15 +205,16 @@ def perform(item: Item, device: torch.device, o: argparse.Namespace) -> Record:
 
 
 def cell(found: Record, most: float | None = None) -> str:
-    """A time, marked where it is over `most`."""
+    """A time, of the fastest round and in the median, marked where it is over `most`."""
     if "us" not in found:
         return "-"
-    return f"{found['us']:.1f}" + (" (over)" if most is not None and found["us"] > most else "")
+    over = " (over)" if most is not None and found["least_us"] > most else ""
+    return f"{found['least_us']:.1f} / {found['us']:.1f}{over}"
 
 
 def most(way: str, found: Record) -> float | None:
     """The most microseconds of `way` in the rounds with the results `found`; None for a way that has no bar."""
-    return BARS[way] * max(1.0, found.get(YARDSTICK, {}).get("us", 0.0) / YARDSTICK_US) if way in BARS else None
+    return BARS[way] * max(1.0, found.get(YARDSTICK, {}).get("least_us", 0.0) / YARDSTICK_US) if way in BARS else None
 
 
 def tables(result: Record) -> list[str]:
@@ -221,9 +222,9 @@ def tables(result: Record) -> list[str]:
     facts, bare, ops = result["machine"], result["bare"], result["ops"]
     lines = ["# Host time of a call", "", "Made by `benchmarks/host_time.py`.", ""]
     lines += [f"- {k}: {v}" for k, v in facts.items()]
-    lines += ["", "Microseconds on the host until a call returns.", ""]
+    lines += ["", "Microseconds on the host until a call returns: of the fastest round, and the median of all.", ""]
     lines += [f"The clock of the host drifts: {YARDSTICK} of one small tensor, taken in the rounds of each op, tells"]
-    lines += ["which rows were measured in a slow phase. A figure is marked (over) where it is above its bar times"]
+    lines += ["how fast it was. A figure is marked (over) where its fastest round is above the bar times"]
     lines += [f"max(1, {YARDSTICK} / {YARDSTICK_US:.0f}), as that took {YARDSTICK_US:.0f} us where the bars were set."]
     lines += [""]
     lines += ["| op | backend | " + " | ".join((*WAYS, YARDSTICK)) + " |", "|" + " --- |" * (len(WAYS) + 3)]
@@ -238,8 +239,8 @@ def tables(result: Record) -> list[str]:
     lines += [f"| {name} | " + " | ".join(cell(found.get(p, {})) for p in PEERS) + " |" for name, found in ops.items()]
     lines += ["", "A function without gradients as a multiple of eager torch:", ""]
     for name, found in ops.items():
-        eager = found.get("eager", {}).get("us")
-        of = {b: found.get(f"{b}: function", {}).get("us") for b in BACKENDS}
+        eager = found.get("eager", {}).get("least_us")
+        of = {b: found.get(f"{b}: function", {}).get("least_us") for b in BACKENDS}
         told = ", ".join(f"{b} {us / eager:.2f}x" for b, us in of.items() if us and eager)
         lines.append(f"- {name}: {told or '-'}")
     lines += ["", "Bare:", "", *(f"- {name}: {cell(found)}" for name, found in bare.items())]

@@ -4,10 +4,11 @@ What programs far on read again (`kgen.codegen.kept`), and what a program's rows
 cannot ask for the rows that come next, as one of CUDA does, and what it streams has to take the place of what the
 device did before, of which the lines that were written go to memory first. Rows that are marked do not wait for that.
 
-Of a copy of the same bytes, RMSNorm so takes 0.98 of 16384x4096 (1.03 without), 1.00 of 8192x8192 (1.04), 1.02 of
-4096x16384 (1.04) and 1.10 of 2048x65536 (1.16), its sum with a residual 0.99 of 16384x4096 (1.04), softmax 1.03 of
-8192x32000 (1.09), and the cross entropy of 8192x50304 in place 1.25 (1.26). Where a kernel reads what was just written,
-or its output is read next, it and its neighbours take the same with as without. Rows as those to give up first: more.
+Times as multiples of a copy of the same bytes, with rows marked and, in brackets, without: RMSNorm of 16384x4096 0.98
+(1.03), of 8192x8192 1.00 (1.04), of 4096x16384 1.02 (1.04), of 2048x65536 1.10 (1.16); of the sum with a residual,
+16384x4096, 0.99 (1.04); softmax of 8192x32000 1.03 (1.09); the cross entropy of 8192x50304 in place 1.25 (1.26). With
+rows marked as those to give up first, RMSNorm takes 1.04 to 1.10. Where a kernel reads what was just written, or its
+output is read next, it and its neighbours take the same with as without.
 """
 
 from __future__ import annotations
