@@ -159,6 +159,5 @@ def test_a_compilation_in_a_later_process_is_a_failure() -> None:
 
 
 def test_the_page_is_made_of_the_result_beside_it() -> None:
-    root = Path(host_time.__file__).resolve().parent.parent
-    result = json.loads((root / "benchmarks" / "results" / "host-time-h200.json").read_text("utf-8"))
-    assert (root / "docs" / "host-time.md").read_text("utf-8") == "\n".join(host_time.tables(result)) + "\n"
+    result = json.loads((ROOT / "benchmarks" / "results" / "host-time-h200.json").read_text("utf-8"))
+    assert (ROOT / "docs" / "host-time.md").read_text("utf-8") == "\n".join(host_time.tables(result)) + "\n"

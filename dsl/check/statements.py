@@ -10,7 +10,7 @@ from kgen.dsl.affine import Poly
 from kgen.dsl.check.expressions import Expressions, Stop, as_index, cast, index_set
 from kgen.dsl.check.scope import Scope
 from kgen.dsl.check.signature import TensorParam, index_poly, literal_value
-from kgen.dsl.dtypes import BOOL
+from kgen.dsl.dtypes import BOOL, F64
 from kgen.dsl.source import Span
 
 _RELATIONS = ("==", "!=", "<", "<=", ">", ">=")
@@ -255,7 +255,7 @@ class Statements:
     def _store(self, target: ast.Subscript, value: ir.Expr, span: Span) -> None:
         tensor, at, axes = self._target(target)
         self._no_foreign(value, axes, frozenset(), tensor)
-        self.scope.body.append(ir.Store(tensor.name, at, self._stored(tensor, value), span))
+        self.scope.body.append(ir.Store(tensor.name, at, self._stored(tensor, value, once=True), span))
 
     def _accumulate(self, s: ast.Accumulate) -> None:
         tensor, at, axes = self._target(s.target)
@@ -307,8 +307,9 @@ class Statements:
             label=f"indices {index_set(value.axes)}, but the target has {index_set(axes)}",
         )
 
-    def _stored(self, tensor: TensorParam, value: ir.Expr) -> ir.Expr:
-        """`value` in the compute dtype of the tensor it goes into; the store itself then rounds once."""
+    def _stored(self, tensor: TensorParam, value: ir.Expr, once: bool = False) -> ir.Expr:
+        """`value` in the compute dtype of the tensor it goes into; the store rounds it from there. `once`: nothing is
+        added to it before, so that an f64, which f32 does not hold, is rounded to the tensor's own dtype at once."""
         dtype = self.scope.dtype(tensor.dtype)
         if dtype is None or value.dtype == dtype.compute:
             return value
@@ -321,4 +322,6 @@ class Statements:
                 value.span,
                 f"convert it explicitly: {dtype}(value)",
             )
-        return cast(value, dtype.compute, value.span)
+        return cast(
+            value, dtype if once and value.dtype == F64 and dtype.kind == "float" else dtype.compute, value.span
+        )
