@@ -113,6 +113,8 @@ def failed(found: Record) -> list[str]:
 
 def told(found: Record) -> list[str]:
     """Lines for the report."""
+    if not found:
+        return []
     lines = ["Milliseconds in a process of its own, with the cache filled and torch at work:", ""]
     for name, r in found.items():
         parts = [

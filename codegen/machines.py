@@ -128,7 +128,7 @@ MACHINES = {
             989e12,
             # Tensor.copy_ of torch 2.11, median, L2 flushed: rows of 16384 x 1024 and 16384 x 4096 in bf16, and 2 GiB,
             # the last at 4.27 TB/s.
-            ((2 * 32 * MIB, 20.7e-6), (2 * 128 * MIB, 68.0e-6), (4 << 30, (4 << 30) / 4.27e12)),
+            ((2 * 32 * MIB, 20.2e-6), (2 * 128 * MIB, 67.1e-6), (4 << 30, (4 << 30) / 4.27e12)),
             # Three products of 8192 x 4096 x 128256 in bf16 by cuBLAS take 37.4 ms.
             matrix_measured=3 * 2 * 8192 * 4096 * 128256 / 37.4e-3,
             # 29 KB a multiprocessor are needed to keep 4.8 TB/s busy (codegen/ladders.py, FLAT_SLOTS); elsewhere the

@@ -273,7 +273,7 @@ def test_occupancy(arch: str, threads: int, registers: int, shared: int, program
 
 def test_times_of_copies() -> None:
     h200, a100 = MACHINES["h200"], MACHINES["a100"]
-    for rows, columns, seconds in ((16384, 1024, 20.7e-6), (16384, 4096, 68e-6)):
+    for rows, columns, seconds in ((16384, 1024, 20.2e-6), (16384, 4096, 67.1e-6)):
         assert h200.memory_time(2 * rows * columns * 2) == pytest.approx(seconds, rel=1e-9)
     # Between and beyond the measured copies, against others: 8192 x 32000 both ways 0.248 ms, 16384 x 4096 three times
     # 0.098 ms, 8192 x 14336 three times 0.168 ms.
@@ -297,9 +297,9 @@ def test_peaks_agree_with_data_sheets(name: str) -> None:
 def test_the_floor_of_rms_norm_is_a_copy() -> None:
     made, h200 = shipped("rms_norm.kdsl", "rms_norm"), MACHINES["h200"]
     got = floor(made.kernel, cost_of(made), made.layout.dims, h200)
-    assert got.bound == "memory" and got.seconds == pytest.approx(68e-6, rel=1e-3)
+    assert got.bound == "memory" and got.seconds == pytest.approx(67.1e-6, rel=1e-3)
     small = shipped("rms_norm.kdsl", "rms_norm", dims={"N": 1024})
-    assert floor(small.kernel, cost_of(small), small.layout.dims, h200).seconds == pytest.approx(20.7e-6, rel=1e-3)
+    assert floor(small.kernel, cost_of(small), small.layout.dims, h200).seconds == pytest.approx(20.2e-6, rel=1e-3)
 
 
 def test_special_functions_may_bind() -> None:

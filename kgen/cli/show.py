@@ -105,8 +105,8 @@ def show(
 
     Stages behind training or backward are of that kernel, as a call runs it that records all gradients.
 
-    The stage cost says what the kernel must move and compute, what its two programs ask for and occupy, and the time
-    below which no kernel stays on a GPU; of an op, that of each step and the sum.
+    The stage cost says what the kernel must move and compute, what its two programs ask for and occupy, and its floor
+    on a GPU: how long a copy of the same bytes takes, or the arithmetic; of an op, that of each step and the sum.
 
     Examples:
         kgen show swiglu.kdsl:geglu --stage cuda,triton
