@@ -183,7 +183,9 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
     if peeling is not None:
         vector = peeling.vector
     sums = has_sums(kernel)
-    if sums and axis is not None and len(kernel.tiles) == 1 and not peeled:
+    # Measured of whole vectors; what is loaded element by element is bound by that.
+    vectors = sums and axis is not None and vector > 1 and not peeled
+    if vectors and axis is not None and len(kernel.tiles) == 1:
         row = _sum_row(kernel, variant, axis, vector)
         if row is not None:
             return row
@@ -201,8 +203,9 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
             break
         threads *= 2
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
-        for spread in _clusters(kernel, vector, peeled):
-            if _fits(kernel, variant, spread) or (sums and _met(kernel) > 1 and _holds(kernel, variant, spread)):
+        several = vectors and _met(kernel) > 1
+        for spread in _clusters(kernel, vector, peeled, several):
+            if _fits(kernel, variant, spread) or (several and _holds(kernel, variant, spread)):
                 return spread
     for looped in _looped(kernel, variant, vector, peeled):
         if _fits(kernel, variant, looped):
@@ -248,11 +251,11 @@ def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
     return replace(schedule, ahead=-(-far // schedule.cluster) if schedule.rows == 1 else 0)
 
 
-def _clusters(kernel: ir.Kernel, vector: int, peeled: bool) -> Iterator[Schedule]:
-    """Clusters that may hold a row, in order of preference: where they meet several times, of few CTAs first."""
+def _clusters(kernel: ir.Kernel, vector: int, peeled: bool, several: bool) -> Iterator[Schedule]:
+    """Clusters that may hold a row, in order of preference: of few CTAs first where they meet `several` times."""
     if not has_sums(kernel):
         ways = [(1024, 2), (1024, 4), (1024, 8)]
-    elif _met(kernel) > 1:
+    elif several:
         ways = [(threads, cluster) for cluster in (2, 4, 8) for threads in (512, 256, 1024)]
     else:
         ways = [(threads, cluster) for threads in ladders.SUM_CLUSTER_THREADS for cluster in (2, 4, 8)]
