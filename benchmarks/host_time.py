@@ -224,22 +224,16 @@ def tables(result: Record) -> list[str]:
     lines += [f"- {k}: {v}" for k, v in facts.items()]
     lines += ["", "Microseconds on the host until a call returns: of the fastest round, and the median of all.", ""]
     lines += [
-        "Tensors are so small that the device is done before the host. *launch*: addresses and scalars are written"
+        "Tensors are so small that the device is done before the host. *launch*: addresses and scalars are written",
+        "and the driver is called, on outputs that are there. *plan*: that, and outputs are allocated, about 1.2 us",
+        "each. *function*: the call of `kgen.ops` without gradients; with them it also keeps what the backward pass",
+        "needs. *torch.compile*: the call inside a compiled function. *graph replay*: of a CUDA graph that holds it.",
+        "",
+        f"The clock of the host drifts: {YARDSTICK} of one small tensor, taken in the rounds of each op, tells",
+        "how fast it was. A figure is marked (over) where its fastest round is above the bar times",
+        f"max(1, {YARDSTICK} / {YARDSTICK_US:.0f}), as that took {YARDSTICK_US:.0f} us where the bars were set.",
+        "",
     ]
-    lines += [
-        "and the driver is called, on outputs that are there. *plan*: that, and outputs are allocated, about 1.2 us"
-    ]
-    lines += [
-        "each. *function*: the call of `kgen.ops` without gradients; with them it also keeps what the backward pass"
-    ]
-    lines += [
-        "needs. *torch.compile*: the call inside a compiled function. *graph replay*: of a CUDA graph that holds it."
-    ]
-    lines += [""]
-    lines += [f"The clock of the host drifts: {YARDSTICK} of one small tensor, taken in the rounds of each op, tells"]
-    lines += ["how fast it was. A figure is marked (over) where its fastest round is above the bar times"]
-    lines += [f"max(1, {YARDSTICK} / {YARDSTICK_US:.0f}), as that took {YARDSTICK_US:.0f} us where the bars were set."]
-    lines += [""]
     lines += ["| op | backend | " + " | ".join((*WAYS, YARDSTICK)) + " |", "|" + " --- |" * (len(WAYS) + 3)]
     bars = [f"{BARS[w]:.0f}" if w in BARS else "" for w in WAYS]
     lines += ["| bar |  | " + " | ".join((*bars, f"{YARDSTICK_US:.0f}")) + " |"]
@@ -257,9 +251,10 @@ def tables(result: Record) -> list[str]:
         told = ", ".join(f"{b} {us / eager:.2f}x" for b, us in of.items() if us and eager)
         lines.append(f"- {name}: {told or '-'}")
     lines += ["", "Bare:", "", *(f"- {name}: {cell(found)}" for name, found in bare.items())]
-    lines += ["", *(line for line in (*host_start.told(result["start"]), "") if result["start"])]
-    lines += ["## Not timed", ""]
-    if not result["start"]:
+    if start := host_start.told(result["start"]):
+        lines += ["", *start]
+    lines += ["", "## Not timed", ""]
+    if not start:
         lines.append("- The first result of a process of its own.")
     failed: dict[str, list[str]] = {}
     for name, found in (*ops.items(), ("bare", bare)):

@@ -205,7 +205,7 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
         several = vectors and _met(kernel) > 1
         for spread in _clusters(kernel, vector, peeled, several):
-            if _fits(kernel, variant, spread) or (several and _holds(kernel, variant, spread)):
+            if _fits(kernel, variant, spread) or (several and _room(kernel, variant, spread)):
                 return spread
     for looped in _looped(kernel, variant, vector, peeled):
         if _fits(kernel, variant, looped):
@@ -229,18 +229,19 @@ def _sum_row(kernel: ir.Kernel, variant: Variant, axis: str, vector: int) -> Sch
     fitting = (s for s in rows if _fits(kernel, variant, s))
     if _met(kernel) < 2:
         return next((s for s in fitting if 2 * s.team >= most), None)
-    rows = [s for s in rows if _holds(kernel, variant, s)]
-    two = (s for s in rows if _holds(kernel, variant, s, programs=2))
-    return next((s for s in (*two, *fitting, *(s for s in rows if s.threads <= 256))), None)
+    room = {s: _room(kernel, variant, s) for s in rows}
+    two = (s for s in rows if room[s] > 1)
+    small = (s for s in rows if room[s] and s.threads <= 256)
+    return next((s for way in (two, fitting, small) for s in way), None)
 
 
-def _holds(kernel: ir.Kernel, variant: Variant, schedule: Schedule, programs: int = 1) -> bool:
-    """Whether a multiprocessor has the registers for so many programs of sums, none of which spills."""
+def _room(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> int:
+    """For how many programs of sums a multiprocessor has the registers; 0 where a thread would spill."""
     kernel = paired(kernel, schedule)
     steps, lay = steps_of(kernel, schedule), layout(kernel, variant, schedule)
     tiles = tile_registers(kernel, variant, steps, lay) + waiting_registers(kernel, variant, steps, lay)
     registers = int(ladders.SUM_MORE_REGISTERS * tiles) + ladders.OTHER_REGISTERS
-    return registers <= min(ladders.MOST_REGISTERS, ladders.REGISTER_FILE // (programs * schedule.threads))
+    return ladders.REGISTER_FILE // (registers * schedule.threads) if registers <= ladders.MOST_REGISTERS else 0
 
 
 def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:

@@ -103,7 +103,7 @@ def _mergeable(kernel: ir.Kernel, a: ir.Axis, b: ir.Axis) -> bool:
     touched: set[str] = set()
     for access in ir.accesses(kernel.body):
         name, at = access.tensor, access.at
-        symbols = frozenset[str]().union(*(s.symbols for s in at if isinstance(s, Poly)))
+        symbols = ir.subscript_symbols(at)
         if a.name not in symbols and b.name not in symbols:
             touched.add(name)
             continue

@@ -89,7 +89,7 @@ class _Kept:
 
     def _own(self, at: tuple[Poly | ir.Expr, ...]) -> frozenset[str]:
         """The indices that say where an element is without a value being looked up."""
-        return frozenset[str]().union(*(s.symbols for s in at if isinstance(s, Poly))) & self.indices
+        return ir.subscript_symbols(at) & self.indices
 
     def _bytes(self, tensor: str, axes: frozenset[str]) -> int:
         """Bytes of what a row has of an access with these indices; nothing of what a flat kernel has one of a row."""

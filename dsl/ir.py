@@ -13,7 +13,7 @@ no `inout` tensor is loaded after a store to it in program order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeGuard
 
@@ -223,7 +223,12 @@ Stmt = Let | Store | Accumulate
 
 def target_symbols(s: Store | Accumulate) -> frozenset[str]:
     """The symbols in the subscripts of what `s` writes: indices, and the dimensions among them."""
-    return frozenset[str]().union(*(p.symbols for p in s.at))
+    return subscript_symbols(s.at)
+
+
+def subscript_symbols(at: Sequence[Poly | Expr]) -> frozenset[str]:
+    """The symbols in subscripts, those that a value is looked up by left out."""
+    return frozenset[str]().union(*(p.symbols for p in at if isinstance(p, Poly)))
 
 
 @dataclass(frozen=True)

@@ -38,18 +38,16 @@ def cross_entropy(
     `softcap * tanh(logits / softcap)` before all else, so a class at -inf becomes one at -softcap.
     A label outside 0 .. V - 1 makes its row, and so the mean and the sum, NaN; nothing waits for the device.
     """
-    if reduction not in REDUCTIONS:
-        check_reduction("cross_entropy", reduction)
-    _check_options("cross_entropy", label_smoothing, z_loss, softcap)
+    check_reduction("cross_entropy", reduction)
+    options = options_of("cross_entropy", label_smoothing, z_loss, softcap)
     # Labels of int64 are checked by the kernel, which takes what `_labels` takes, and once for calls that are alike.
     if is_dynamo_compiling() or getattr(target, "dtype", None) is not torch.int64:
         target = _labels("cross_entropy", logits, target)
     if weight is not None:
         weight = _fixed("cross_entropy", weight)
-    cap, smoothed, capped = 1.0 if softcap is None else softcap, label_smoothing != 0.0, softcap is not None
     try:
         loss, z = _kernel("cross_entropy", "cross_entropy").ordered(
-            (logits, target, weight, ignore_index, label_smoothing, z_loss, cap, smoothed, capped), backend
+            (logits, target, weight, ignore_index, *options.values()), backend
         )
     except Exception:  # torch.compile, where it traces what is called here, raises errors of its own
         _labels("cross_entropy", logits, target)  # says what is wrong with them in this function's words
@@ -127,17 +125,6 @@ def check_reduction(op: str, reduction: str) -> None:
 def options_of(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> dict[str, Any]:
     """The scalars of the kernels, and which of their terms are there at all: their last parameters, in order. Raises
     ArgumentError for bad ones."""
-    _check_options(op, label_smoothing, z_loss, softcap)
-    return {
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": 1.0 if softcap is None else softcap,
-        "smoothed": label_smoothing != 0.0,
-        "capped": softcap is not None,
-    }
-
-
-def _check_options(op: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
     try:
         if not 0.0 <= label_smoothing <= 1.0:
             raise ArgumentError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
@@ -150,6 +137,13 @@ def _check_options(op: str, label_smoothing: float, z_loss: float, softcap: floa
             if not _compares(value):
                 raise ArgumentError(f"{op}: {name} must be a number, got {value!r}") from None
         raise
+    return {
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": 1.0 if softcap is None else softcap,
+        "smoothed": label_smoothing != 0.0,
+        "capped": softcap is not None,
+    }
 
 
 def _compares(value: Any) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from kgen.codegen.schedule import Scheduled
 from kgen.dsl import ir
-from kgen.dsl.affine import Poly
 
 
 def given_up_last(scheduled: Scheduled) -> frozenset[str]:
@@ -27,5 +26,5 @@ def _own_rows(kernel: ir.Kernel) -> frozenset[str]:
     """The loads of tiles with every row index: most often of what no two rows share."""
     rows, tiles = {a.name for a in kernel.parallel}, {a.name for a in kernel.tiles}
     loads = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
-    own = {n: frozenset[str]().union(*(p.symbols for p in e.at if isinstance(p, Poly))) for n, e in loads.items()}
+    own = {n: ir.subscript_symbols(e.at) for n, e in loads.items()}
     return frozenset(n for n, symbols in own.items() if rows <= symbols and symbols & tiles)
