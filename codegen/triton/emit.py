@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,10 +9,10 @@ from math import prod
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
-from kgen.codegen.origins import cited, file_name
+from kgen.codegen.origins import cited
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Step, Straight, Sums
-from kgen.codegen.templating import environment, render
+from kgen.codegen.templating import render
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.caching import given_up_last
 from kgen.codegen.triton.expressions import Expressions
@@ -21,16 +20,15 @@ from kgen.codegen.triton.identity import MaskedLanes
 from kgen.codegen.triton.index import Definition, Indices, program_indices
 from kgen.codegen.triton.intrinsics import TYPES
 from kgen.codegen.triton.memory import ArgNames, Memory
+from kgen.codegen.triton.module import about, helpers, used, words
 from kgen.codegen.triton.reductions import Accumulator, Running, finished, masked, reduced
-from kgen.codegen.triton.reserved import HELPERS, RESERVED
+from kgen.codegen.triton.reserved import RESERVED
 from kgen.codegen.triton.sums import PartialSum, loop_range, partition, share
 from kgen.codegen.triton.text import COMPARE, Text, call, method
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.garbage import collected_later
 from kgen.dsl.source import Span
-
-_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @collected_later()
@@ -183,7 +181,7 @@ class _Emitter:
         prelude = self._prelude()
         lines = self._steps(self.scheduled.steps)
         prelude += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
-        out = [_Line(t) for t in _used(prelude, (line.text for line in lines))]
+        out = [_Line(t) for t in used(prelude, (line.text for line in lines))]
         return [*out, _Line(""), *lines] if out else lines
 
     def _steps(self, steps: Iterable[Step]) -> list[_Line]:
@@ -234,10 +232,10 @@ class _Emitter:
         definitions = [*self._sizes(), *own.definitions, *self._tiles()]
         definitions += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
         still, moving = partition(definitions, own.variable)
-        head = _used(moving, (line.text for line in inside))
+        head = used(moving, (line.text for line in inside))
         texts = [own.header, *head, *(line.text for line in (*before, *inside, *behind))]
         loop = [*(_Line(t) for t in head), *([_Line("")] if head else []), *inside]
-        own_lines = [_Line(t) for t in _used(still, texts)]
+        own_lines = [_Line(t) for t in used(still, texts)]
         out = [
             *own_lines,
             *([_Line("")] if own_lines else []),
@@ -328,7 +326,7 @@ class _Emitter:
             self.expressions.bound[s.name] = result.dims
             after.append(_Line(f"{self.names[s.name]} = {result.text}", s.span))
         self.in_chunks = False
-        prelude = _used(self._tile(axis, start), (line.text for line in inside))
+        prelude = used(self._tile(axis, start), (line.text for line in inside))
         inside = [*(_Line(t) for t in prelude), *inside]
         self.said = None
         self.sum_names |= self.outlive
@@ -409,15 +407,14 @@ class _Emitter:
     def program(self) -> Program:
         body = self.body()
         code = "\n".join(line.text for line in body)
-        helpers = _helpers(code)
-        words = set(_WORD.findall("\n".join((_without_comments(code), *helpers))))
+        called = helpers(code)
         entry = self.entry
         runtime = [self._identifier(a) for a in self.args if a.kind != "tensor"]
         source = render(
             "triton/kernel.py.j2",
-            about=self._about(),
-            libdevice="libdevice" in words,
-            helpers=helpers,
+            about=about(self.scheduled, self.arg_names.pointer),
+            libdevice="libdevice" in words("\n".join((code, *called))),
+            helpers=called,
             unspecialized=runtime,
             entry=entry,
             parameters=[self._parameter(a) for a in self.args],
@@ -432,77 +429,6 @@ class _Emitter:
         name = self._identifier(a)
         return name if a.kind == "tensor" else f"{name}: {TYPES[a.dtype.name]}"
 
-    def _about(self) -> list[str]:
-        """Comment lines: what the file computes, what it was compiled for and how to launch it."""
-        kernel, variant = self.kernel, self.variant
-        doc = [_printable(line) for line in kernel.doc.strip().split("\n")[:1] if line]
-        file = file_name(kernel.span)
-        facts = [f"{k} = {v}" for k, v in kernel.dtypes] + [f"{k} = {v}" for k, v in (*kernel.consts, *variant.dims)]
-        out = [f"{kernel.name} of {file}: {doc[0]}" if doc else f"{kernel.name} of {file}"]
-        if facts:
-            out.append(f"Compiled for {', '.join(facts)}.")
-        unit = [t.name for t in kernel.tensors if t.name in self.arg_names.pointer and variant.tensor(t.name).unit]
-        aligned = {t.name: variant.tensor(t.name).align for t in kernel.tensors if t.name in self.arg_names.pointer}
-        by_bytes = sorted({b for b in aligned.values() if b > 1}, reverse=True)
-        if unit:
-            out.append(f"Innermost stride 1: {', '.join(unit)}.")
-        for b in by_bytes:
-            names = ", ".join(t for t, v in aligned.items() if v == b)
-            out.append(f"Address and other strides multiples of {b} bytes: {names}.")
-        unknown = [(d, m) for d, m in variant.multiples if variant.dim(d) is None and d in kernel.dims]
-        multiples = [f"{d} of {m}" for d, m in unknown if m > 1]
-        if multiples:
-            out.append(f"Multiples: {', '.join(multiples)}.")
-        rows = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in kernel.parallel) or "1"
-        per = self.scheduled.schedule.rows
-        grid = rows if per == 1 else f"triton.cdiv({rows}, {per})"
-        if self.scheduled.sums is not None:
-            grid = self._sum_grid(self.scheduled.sums)
-        out.append(f"Launch: grid ({grid},), num_warps={self.scheduled.schedule.threads // 32}.")
-        return out
-
-    def _sum_grid(self, sums: Sums) -> str:
-        axes = sums.row_axes(self.kernel) if sums.columns else sums.block_axes(self.kernel)
-        blocks = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in axes)
-        if sums.columns:
-            blocks = f"triton.cdiv({blocks}, {self.scheduled.schedule.rows})"
-        return " * ".join(t for t in (sums.dim if sums.split is not None else "", blocks) if t) or "1"
-
 
 def _made(step: Loop) -> set[str]:
     return {s.name for s in step.body if isinstance(s, ir.Let)}
-
-
-def _used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:
-    """The definitions that the lines use, directly or through one another, in order."""
-    words = {w for line in lines for w in _WORD.findall(_without_comments(line))}
-    kept: list[str] = []
-    for d in reversed(definitions):
-        if d.name in words:
-            words |= set(_WORD.findall(d.text))
-            kept.append(f"{d.name} = {d.text}")
-            if d.note:
-                kept.append(f"# {d.note}")
-    return kept[::-1]
-
-
-def _helpers(code: str) -> list[str]:
-    """The texts of the helpers that `code` calls, directly or through one another, in order."""
-    macros = environment().get_template("triton/helpers.py.j2").module
-    words = set(_WORD.findall(_without_comments(code)))
-    texts: list[str] = []
-    for name in reversed(HELPERS):
-        if name in words:
-            texts.append(getattr(macros, f"helper{name}")())
-            words |= set(_WORD.findall(texts[-1]))
-    return texts[::-1]
-
-
-def _without_comments(code: str) -> str:
-    # Generated code has no string with `#`.
-    return "\n".join(line.split("#", 1)[0] for line in code.split("\n"))
-
-
-def _printable(text: str) -> str:
-    """One line of text that cannot end a comment."""
-    return "".join(c if c.isprintable() else " " for c in text).rstrip()
