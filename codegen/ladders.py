@@ -86,6 +86,15 @@ CLUSTER_BYTES = 128 << 10
 # softmax 8192x32000 1.07 and 1.08.
 STREAMED_IN_PLACE = 64 << 10
 
+# The compute capability from which on a load may say what L2 gives up last.
+POLICIES_SINCE = 80
+# Rows in chunks that a later pass reads again, marked as what L1 and L2 give up last (`kgen.codegen.cuda.caching`).
+# Softmax 8192x32000 takes 1.026 (1.085 without marks; 1.046 and 1.07 with L1 or L2 alone; 1.033 with the last pass
+# marked too), cross entropy in place 8192x32000 1.030 (1.080), 8192x50304 1.080 (1.093). It does harm where the rows of
+# all programs on a multiprocessor are more than L1 has room for: cross entropy 4096x128256 takes 1.140 (1.114). Shared
+# memory takes its part of L1, for the slots of reductions the smallest that there is.
+L1_SHARED = 8 << 10
+
 # Loads that L2 is to give up last, as programs far on read them again (`kgen.codegen.kept`). RoPE in bf16 of 4 x 4096
 # tokens with 40 heads of 128 reads its 2 MB of cosines and sines from memory for every one of the 4, and takes 1.066
 # without, 1.049 with them kept; its loads marked as those to give up first, 1.095. What harm is done to a table that L2

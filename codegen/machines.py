@@ -23,14 +23,16 @@ def too_old(capability: int) -> str | None:
 class Architecture:
     """Limits and rates of one multiprocessor (SM), by compute capability.
 
-    threads, programs: resident at most. shared: bytes for all programs; program_shared: for one. reserved: bytes of
-    shared memory that each program takes beside its own. shared_unit: what shared memory is allocated in.
+    threads, programs: resident at most. l1: bytes of the L1 cache and shared memory together. shared: bytes of shared
+    memory for all programs; program_shared: for one. reserved: bytes of it that each program takes beside its own.
+    shared_unit: what shared memory is allocated in.
     f32, f64, special: operations a clock; a fused multiply-add is one.
     """
 
     name: str
     threads: int
     programs: int
+    l1: int
     shared: int
     program_shared: int
     reserved: int
@@ -44,20 +46,26 @@ class Architecture:
 
 
 # CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability" (threads, programs, shared memory,
-# registers) and "Throughput of Native Arithmetic Instructions" (f32, f64, special). What is reserved, and the units of
-# allocation, are those of cuda_occupancy.h in the CUDA toolkit.
+# registers), "Shared Memory" of the section on an architecture (l1), and "Throughput of Native Arithmetic Instructions"
+# (f32, f64, special). What is reserved, and the units of allocation, are those of cuda_occupancy.h in the CUDA toolkit.
 ARCHITECTURES = {
     a.name: a
     for a in (
-        Architecture("sm_75", 1024, 16, 64 * KIB, 64 * KIB, 0, 256, 64, 2),
-        Architecture("sm_80", 2048, 32, 164 * KIB, 163 * KIB, KIB, 128, 64, 32),
-        Architecture("sm_86", 1536, 16, 100 * KIB, 99 * KIB, KIB, 128, 128, 2),
-        Architecture("sm_89", 1536, 24, 100 * KIB, 99 * KIB, KIB, 128, 128, 2),
-        Architecture("sm_90", 2048, 32, 228 * KIB, 227 * KIB, KIB, 128, 128, 64),
-        Architecture("sm_100", 2048, 32, 228 * KIB, 227 * KIB, KIB, 128, 128, 64),
-        Architecture("sm_120", 1536, 24, 100 * KIB, 99 * KIB, KIB, 128, 128, 2),
+        Architecture("sm_75", 1024, 16, 96 * KIB, 64 * KIB, 64 * KIB, 0, 256, 64, 2),
+        Architecture("sm_80", 2048, 32, 192 * KIB, 164 * KIB, 163 * KIB, KIB, 128, 64, 32),
+        Architecture("sm_86", 1536, 16, 128 * KIB, 100 * KIB, 99 * KIB, KIB, 128, 128, 2),
+        Architecture("sm_89", 1536, 24, 128 * KIB, 100 * KIB, 99 * KIB, KIB, 128, 128, 2),
+        Architecture("sm_90", 2048, 32, 256 * KIB, 228 * KIB, 227 * KIB, KIB, 128, 128, 64),
+        Architecture("sm_100", 2048, 32, 256 * KIB, 228 * KIB, 227 * KIB, KIB, 128, 128, 64),
+        Architecture("sm_120", 1536, 24, 128 * KIB, 100 * KIB, 99 * KIB, KIB, 128, 128, 2),
     )
 }
+
+
+def architecture(capability: int) -> Architecture:
+    """The architecture of devices of compute capability `capability`, or the last before it that is known here."""
+    older = [a for a in ARCHITECTURES.values() if int(a.name.removeprefix("sm_")) <= capability]
+    return older[-1] if older else next(iter(ARCHITECTURES.values()))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from kgen.codegen import ladders
 from kgen.codegen.abi import most_shares
 from kgen.codegen.again import loaded_again
 from kgen.codegen.alternate import alternated
@@ -29,7 +30,6 @@ from kgen.dsl.garbage import collected_later
 # Of a device that is not there: an H100 or an H200.
 MULTIPROCESSORS = 132
 CAPABILITY = 90
-_POLICIES_SINCE = 80  # compute capability: loads that say what L2 gives up last
 # Knobs that leave all to the ladders, but for programs that have rows.
 OF_ROWS = Knobs(rows=1)
 
@@ -221,6 +221,6 @@ def _scheduled(
         steps = leaves.steps(steps)
     overwritten = barriers(kernel, digits(kernel, variant))
     # Triton makes of it what the device has.
-    policies = backend == "triton" or capability >= _POLICIES_SINCE
+    policies = backend == "triton" or capability >= ladders.POLICIES_SINCE
     staying = kept(kernel, sums) if policies else frozenset[str]()
     return Scheduled(kernel, variant, schedule, steps, capability, overwritten, staying, sums)

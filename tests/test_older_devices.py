@@ -83,14 +83,18 @@ def test_every_rounding_compiles(columns: int) -> None:
     assert binary(made, program, "sm_75").resources.local_bytes == 0
 
 
+POLICIES = {"kept_policy", "load_resident"}
+PAIRS = {"max_f16x2", "min_f16x2", "max_bf16x2", "min_bf16x2"}
+
+
 def test_these_kernels_use_every_primitive() -> None:
-    """Those aside that newer devices alone have: clusters, and loads with a policy."""
+    """Those aside that newer devices alone have: clusters, loads with a policy, and extremes of pairs."""
     seen = set[str]()
     for made in (*(shipped(f, n, dtype, **dims) for f, n, dims in CASES for dtype in DTYPES), narrowed(4096)):
         for part in made.program("cuda", capability=75).launches:
             assert "__CUDA_ARCH__" not in part.source and "createpolicy" not in part.source
             seen |= primitives(part.source)
-    newer = {n for n in PRIMITIVES if n.startswith(("cluster_", "store_to_block_", "load_kept"))}
+    newer = {n for n in PRIMITIVES if n.startswith(("cluster_", "store_to_block_", "load_kept"))} | POLICIES | PAIRS
     assert seen == {n for n in PRIMITIVES - newer if " " not in n}
 
 

@@ -103,6 +103,7 @@ class Context:
         self.constants: dict[str, tuple[str, str]] = {}  # constexpr name: (value, remark)
         self.unsynced: set[str] = set()  # inout tensors that a barrier has to stand before a store to
         self.shared_bytes = 0
+        self.staying = frozenset[str]()  # loads of the step that L1 and L2 are to give up last
         # In a loop over rows of a cluster: which of two buffers holds the slots of this row.
         self.turn: str | None = None
         self.meets = False  # whether the blocks of a cluster write to each other

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
-from kgen.codegen.cuda import indices
+from kgen.codegen.cuda import caching, indices
 from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.expr import expression
 from kgen.codegen.cuda.memory import kept_policy, storage_type
@@ -61,6 +61,7 @@ class _Emitter:
         ctx = self.ctx
         carried = 0 if ctx.flat else sum_registers(ctx.kernel, ctx.layout)
         self.shape = Shape(ctx.space, self._slots, self._words, self._streamed, carried)
+        self.staying = caching.read_again(scheduled, self.steps, ctx.layout)
         self.waiting = set[str]()  # tensors that are read slot by slot, see `Plan`
 
     def program(self) -> Program:
@@ -75,9 +76,9 @@ class _Emitter:
             before = [*indices.prologue(ctx), *self._pointers(), *vectors]
         else:
             before = emit_sums(ctx, sums, self._steps, self._stores, self._pointers)
-        if "load_kept" in ctx.helpers:
+        if "kept_policy" in ctx.helpers:
             # First: made where it is used it takes more registers.
-            before.insert(0, f"const unsigned long long {kept_policy(ctx)} = {ctx.helper('kept_policy')}();")
+            before.insert(0, f"const unsigned long long {kept_policy(ctx)} = kept_policy();")
         if ctx.meets:
             before.insert(0, f"{ctx.helper('cluster_arrive')}();")
         head: list[tuple[str, Span | None]] = [(f"    {line}", None) for line in before]
@@ -125,6 +126,7 @@ class _Emitter:
         """The steps of a row, or those that are the same in all rows."""
         for i, step in enumerate(self.steps):
             if (isinstance(step, Straight) and step.once) == once:
+                self.ctx.staying = self.staying[i]
                 self._step(step, self._escaping(i))
 
     def _stores(self, stores: tuple[ir.Stmt, ...]) -> None:

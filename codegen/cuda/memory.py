@@ -156,6 +156,9 @@ def read_pack(ctx: Context, let: ir.Let, pack: Pack, place: Address, *, staying:
     pointer = f"(const {pack.name}*)({place.pointer})"
     if let.name in ctx.scheduled.kept:
         return _load_kept(ctx, pointer, pack.bytes)
+    if let.name in ctx.staying:
+        ctx.helper(f"load_resident {pack.bytes}")
+        return f"{ctx.helper('load_resident')}({pointer}, {kept_policy(ctx)})"
     if staying:
         ctx.helper(f"load_staying {pack.bytes}")
         return f"{ctx.helper('load_staying')}({pointer})"
@@ -178,6 +181,7 @@ def _load_kept(ctx: Context, pointer: str, bytes: int) -> str:
 
 def kept_policy(ctx: Context) -> str:
     """The constant that holds the policy of such loads, which a kernel with any defines first."""
+    ctx.helper("kept_policy")
     return ctx.temporary("policy")
 
 

@@ -21,6 +21,7 @@ from kgen.codegen.cuda.memory import (
     read_pack,
     storage_type,
 )
+from kgen.codegen.cuda.pairs import Paired, paired
 from kgen.codegen.cuda.plan import Nest, Plan
 from kgen.codegen.cuda.prelude import Pack
 from kgen.codegen.cuda.reduce import Accumulator, array_shape, declare, rescale, take
@@ -47,6 +48,7 @@ class NestEmitter:
         self.rows: dict[str, str] = {}  # gathers of a whole row: the pointer to it
         self.ranges: dict[str, str] = {}  # those that are not loaded in packs: whether the row is in range
         self.guards: dict[int, str] = {}
+        self.pairs: dict[str, Paired] = {}  # reductions of the current nest that take whole packs
         self.in_block = False  # whether the statements of the current nest stand in a loop or condition of their own
 
     def emit(self, nest: Nest) -> None:
@@ -78,6 +80,9 @@ class NestEmitter:
         for s in items:
             if isinstance(s, ir.Let):
                 self._declare(s, nest)
+        self.pairs = self._paired(items)
+        for p in self.pairs.values():
+            p.declare(ctx)
         ctx.visible.append(set())
         with ctx.capture() as inner:
             inner.depth += len(loops)
@@ -99,6 +104,8 @@ class NestEmitter:
                     ctx.lines.add(line)
             ctx.lines.extend(inner)
         ctx.frame = Frame(frozenset())
+        for p in self.pairs.values():
+            p.finish(ctx)
         self.waiting.done(nest)
         for s in items:
             if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.name in ctx.scheduled.barriers:
@@ -174,6 +181,12 @@ class NestEmitter:
         if kept and self.in_block:
             ctx.lines.add(f"{type} {h.name}{_sizes(ctx, h)};")
 
+    def _paired(self, items: list[ir.Stmt]) -> dict[str, Paired]:
+        """The reductions of `items`, by name, that take the packs of their argument as they are."""
+        reductions = [s for s in items if isinstance(s, ir.Let) and s.name in self.accumulators and _is_reduce(s)]
+        found = {s.name: paired(self.ctx, s, self.accumulators[s.name], self._lanes_of(s)) for s in reductions}
+        return {name: p for name, p in found.items() if p is not None}
+
     def _row(self, let: ir.Let) -> str:
         """For a gather of a whole row: a pointer to it, and the name of the variable that says that it is in range."""
         ctx, load = self.ctx, let.value
@@ -232,6 +245,9 @@ class NestEmitter:
             if pack is not None:
                 assert isinstance(s, ir.Let)  # as above
                 self._load_pack(s, pack)
+            elif isinstance(s, ir.Let) and s.name in self.pairs:
+                ctx.lines.comment(s.span)
+                ctx.lines.add(self.pairs[s.name].take(ctx))
             elif self._varies(s):
                 by_lane.append(s)
             else:

@@ -13,7 +13,9 @@ PRIMITIVES = frozenset(
         "cvt_f32_f16", "cvt_f16_f32", "cvt_bf16_f32", "cvt_f16_f64", "cvt_bf16_f64", "cvt_f16x2_f32",
         "cvt_bf16x2_f32", "exp2_approx", "prefetch_l2", "store_streaming",
         "load_staying", "load_staying 16", "load_staying 8", "load_staying 4",
-        "load_kept", "load_kept 16", "load_kept 8", "load_kept 4", "load_kept 2", "load_kept 1",
+        "kept_policy", "load_kept", "load_kept 16", "load_kept 8", "load_kept 4", "load_kept 2", "load_kept 1",
+        "load_resident", "load_resident 16", "load_resident 8", "load_resident 4",
+        "max_f16x2", "min_f16x2", "max_bf16x2", "min_bf16x2",
         "cluster_arrive", "cluster_wait", "cluster_barrier",
         "store_to_block_float", "store_to_block_int", "store_to_block_double", "store_to_block_long long",
         "store_to_block_bool",
@@ -29,6 +31,10 @@ _CALLS = {
     "sigmoid_f32": ("exp_approx",),
     "erf_f32": ("exp2_approx",),
     "cluster_wait": ("cluster_arrive",),
+    "max_pair_f16": ("max_f16x2", "cvt_f32_f16", "maximum_f32"),
+    "min_pair_f16": ("min_f16x2", "cvt_f32_f16", "minimum_f32"),
+    "max_pair_bf16": ("max_bf16x2", "maximum_f32"),
+    "min_pair_bf16": ("min_bf16x2", "minimum_f32"),
 }
 # And before sm_80, which rounds one value at a time.
 _CALLS_BEFORE_SM_80 = {"cvt_f16x2_f32": ("cvt_f16_f32",), "cvt_bf16x2_f32": ("cvt_bf16_f32",)}

@@ -41,8 +41,10 @@ isnormal signbit fdivide saturate div ldiv lldiv isgreater isless isunordered fp
 
 _HELPERS = """
 cvt_f32_f16 cvt_f16_f32 cvt_bf16_f32 cvt_f16_f64 cvt_bf16_f64 cvt_f16x2_f32 cvt_bf16x2_f32 exp2_approx cvt_f32_bf16
-prefetch_l2 kept_policy load_kept load_staying load_shifted store_streaming stay_packed exp_approx
+prefetch_l2 kept_policy load_kept load_resident load_staying load_shifted store_streaming stay_packed exp_approx
 sigmoid erf_f32 maximum minimum sign floor_div floor_mod round_f16 round_bf16 argmax_take argmin_take
+max_f16x2 min_f16x2 max_bf16x2 min_bf16x2 max_pair_f16 min_pair_f16 max_pair_bf16 min_pair_bf16
+max_of_pair_f16 min_of_pair_f16 max_of_pair_bf16 min_of_pair_bf16
 store_to_block cluster_arrive cluster_wait cluster_barrier kgen_host kgen_host_context kgen_host_kernel kgen_host_anchor
 """
 

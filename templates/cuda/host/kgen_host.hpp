@@ -13,9 +13,12 @@
 //   unsigned       cvt_f16x2_f32(float hi, float lo)        two binary16, `hi` in the upper 16 bits
 //   unsigned       cvt_bf16x2_f32(float hi, float lo)       two bfloat16, `hi` in the upper 16 bits
 //   float          exp2_approx(float x)                     2**x; 0 below 2**-126; ex2.approx.ftz, here exp2f
+//   unsigned       max_f16x2(unsigned a, unsigned b)        of two pairs of binary16; NaN if either is; min_f16x2 likewise
+//   unsigned       max_bf16x2(unsigned a, unsigned b)       of two pairs of bfloat16; min_bf16x2 likewise
 //   void           prefetch_l2(const void* p)              a hint that *p is read soon; here nothing
 //   unsigned long long kept_policy()                         with it L2 gives up last what is loaded; here nothing
 //   T              load_kept(const T* p, policy)             *p, loaded with a policy of L2
+//   T              load_resident(const T* p, policy)         *p, which L1 gives up last, and L2 as the policy says
 //   T              load_staying(const T* p)                  *p, which L1 gives up last
 //   void           store_streaming<bytes>(void* p, const unsigned (&word)[n])   st.global.cs, bytes at a time
 //   void           cluster_arrive()                        the block has started: the first half of a barrier of its cluster

@@ -51,12 +51,36 @@ inline unsigned short cvt_bf16_f64(double x) { return cvt_bf16_f32(kgen_host::ro
 inline unsigned cvt_f16x2_f32(float hi, float lo) { return ((unsigned)cvt_f16_f32(hi) << 16) | cvt_f16_f32(lo); }
 inline unsigned cvt_bf16x2_f32(float hi, float lo) { return ((unsigned)cvt_bf16_f32(hi) << 16) | cvt_bf16_f32(lo); }
 
+namespace kgen_host {
+// Bits of two 16-bit floats, widened by `wide`: the greater one (the smaller one if `least`), NaN is 0x7fff.
+template <class Wide>
+inline unsigned pick(unsigned a, unsigned b, bool least, Wide wide) {
+    const float x = wide((unsigned short)a), y = wide((unsigned short)b);
+    if (x != x || y != y) return 0x7fffu;
+    if (x == y) return ((a >> 15 & 1u) != 0) == least ? a : b;  // of two zeros -0 is the smaller one
+    return (x < y) == least ? a : b;
+}
+inline float wide_bf16(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+template <class Wide>
+inline unsigned pick_pair(unsigned a, unsigned b, bool least, Wide wide) {
+    return pick(a >> 16, b >> 16, least, wide) << 16 | pick(a & 0xffffu, b & 0xffffu, least, wide);
+}
+}  // namespace kgen_host
+
+inline unsigned max_f16x2(unsigned a, unsigned b) { return kgen_host::pick_pair(a, b, false, cvt_f32_f16); }
+inline unsigned min_f16x2(unsigned a, unsigned b) { return kgen_host::pick_pair(a, b, true, cvt_f32_f16); }
+inline unsigned max_bf16x2(unsigned a, unsigned b) { return kgen_host::pick_pair(a, b, false, kgen_host::wide_bf16); }
+inline unsigned min_bf16x2(unsigned a, unsigned b) { return kgen_host::pick_pair(a, b, true, kgen_host::wide_bf16); }
+
 inline void prefetch_l2(const void*) {}
 
 inline unsigned long long kept_policy() { return 0; }
 
 template <class T>
 inline T load_kept(const T* from, unsigned long long) { return *from; }
+
+template <class T>
+inline T load_resident(const T* from, unsigned long long) { return *from; }
 
 template <class T>
 inline T load_staying(const T* from) { return *from; }

@@ -1,0 +1,59 @@
+"""Which loads of a pass over chunks does the text mark as those that L1 and L2 are to give up last?
+
+A row in chunks is read from memory in the first pass and from the caches in those behind it, as far as it is still
+there. What a program's own row is loaded from in a pass is marked where a later pass reads it again; the last pass does
+not hold on to what nobody reads any more. `kgen.codegen.ladders` has what it gains, and that it pays only where L1 has
+room for the rows of all programs on the multiprocessor.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from kgen.codegen import ladders
+from kgen.codegen.layout import Layout
+from kgen.codegen.machines import architecture
+from kgen.codegen.registers import tile_registers
+from kgen.codegen.schedule import Loop, Scheduled, Step
+from kgen.dsl import ir
+
+
+def read_again(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout) -> tuple[frozenset[str], ...]:
+    """The marked loads of each of `steps`, which are those of `scheduled`, by name; none where devices have no policy
+    of L2."""
+    none = (frozenset[str](),) * len(steps)
+    if scheduled.sums is not None or scheduled.capability < ladders.POLICIES_SINCE:
+        return none
+    own = [_own_rows(scheduled.kernel, step) if isinstance(step, Loop) else {} for step in steps]
+    marked = [
+        {name: load for name, load in loads.items() if any(_reads(later, load) for later in own[i + 1 :])}
+        for i, loads in enumerate(own)
+    ]
+    rows = {(load.tensor, load.at): load for loads in marked for load in loads.values()}
+    if not _fit(scheduled, steps, layout, tuple(rows.values())):
+        return none
+    return tuple(frozenset(loads) for loads in marked)
+
+
+def _own_rows(kernel: ir.Kernel, step: Loop) -> dict[str, ir.Load]:
+    """The loads of a pass along its axis with every row index: most often of what no other program reads."""
+    rows = {a.name for a in kernel.parallel}
+    loads = {s.name: s.value for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
+    return {n: e for n, e in loads.items() if rows | {step.axis} <= ir.subscript_symbols(e.at)}
+
+
+def _reads(loads: dict[str, ir.Load], load: ir.Load) -> bool:
+    return any((e.tensor, e.at) == (load.tensor, load.at) for e in loads.values())
+
+
+def _fit(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout, rows: tuple[ir.Load, ...]) -> bool:
+    """Whether L1 has room for these rows of all programs that a multiprocessor may hold at a time."""
+    kernel, schedule = scheduled.kernel, scheduled.schedule
+    arch = architecture(scheduled.capability)
+    registers = tile_registers(kernel, scheduled.variant, steps, layout) + ladders.FEWEST_REGISTERS
+    registers = min(registers, arch.registers // schedule.threads)  # as __launch_bounds__ says
+    programs = max(1, min(arch.threads, arch.registers // registers) // schedule.threads)
+    tiles = {a.name: a.extent.constant for a in kernel.tiles}
+    elements = {e: prod(n for a, n in tiles.items() if a in e.axes) for e in rows}
+    row = schedule.rows * sum(n * kernel.tensor(e.tensor).dtype.itemsize for e, n in elements.items())
+    return programs * row <= arch.l1 - ladders.L1_SHARED
