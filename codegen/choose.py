@@ -28,6 +28,7 @@ from kgen.codegen.normalize import statement_axes
 from kgen.codegen.online import pair, paired, steps_of
 from kgen.codegen.phases import phases
 from kgen.codegen.registers import tile_registers, waiting_registers
+from kgen.codegen.resident import resident, stages_held, sum_stages
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
@@ -61,6 +62,9 @@ def choose(
     wish = None if knobs is None else knobs.peel
     schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability, wish, shares)
     out = schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
+    if knobs is not None and knobs.stages is None and backend == "triton" and sums is not None and not out.chunks:
+        # Those of the default are of other rows or threads, perhaps.
+        out = replace(out, stages=stages_held(kernel, variant, out, capability))
     if out.cluster > 1 and capability < _CLUSTERS_SINCE:
         raise ScheduleError(
             f"a schedule of {kernel.name} asks for a cluster of {out.cluster} thread blocks; the device is of "
@@ -86,7 +90,7 @@ def _default(
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
-        schedule = _triton_row(kernel, variant) if kernel.tiles else _triton_flat(leaves)
+        schedule = _triton_row(kernel, variant, capability) if kernel.tiles else _triton_flat(leaves)
     else:
         schedule = (
             _cuda_row(kernel, variant, num_sms, capability, wish)
@@ -111,12 +115,19 @@ def _spread(kernel: ir.Kernel, schedule: Schedule, backend: str, rows: int, num_
 # ---- sums over programs --------------------------------------------------------------------------------------------
 
 
-def sum_blocks(kernel: ir.Kernel, variant: Variant, backend: str, schedule: Schedule, steps: tuple[Step, ...]) -> int:
+def sum_blocks(
+    kernel: ir.Kernel,
+    variant: Variant,
+    backend: str,
+    schedule: Schedule,
+    steps: tuple[Step, ...],
+    capability: int = _CLUSTERS_SINCE,
+) -> int:
     """Programs of a sum that a multiprocessor holds at a time, all of which are started at once: as many as make
     `SUM_THREADS` threads, fewer where their registers would not fit."""
     most = max(1, ladders.SUM_THREADS // schedule.threads)
-    if backend == "triton" and tight(kernel, schedule):
-        return 1
+    if backend == "triton" and kernel.tiles and not schedule.chunks:
+        return 1 if tight(kernel, schedule) else resident(kernel, variant, schedule, capability)
     if schedule.cluster > 1:
         most = min(most, ladders.SUM_CLUSTER_BLOCKS)
     if backend == "triton" or not kernel.tiles:
@@ -420,7 +431,7 @@ def _triton_flat(leaves: bool) -> Schedule:
     return Schedule(threads, ladders.TRITON_FLAT_ROWS, name="flat")
 
 
-def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
+def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule:
     # A block of sums, which are not packed, is held beside the row from the first row to the last.
     held_too = 3 if has_sums(kernel) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
@@ -447,7 +458,8 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
         if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = largest_block(kernel, {**whole, **chunks})
-    rows = 1 if chunks else floor_power(max(1, ladders.TRITON_SHORT_ROWS // block))
+    short = ladders.TRITON_SHORT_ROWS if held_too == 1 else ladders.TRITON_SUM_SHORT_ROWS
+    rows = 1 if chunks else floor_power(max(1, short // block))
     # Each thread of a warp that has elements of a row has the values of the row.
     axis = vector_axis(kernel, variant)
     sharing = min(32, max(1, block // (1 if axis is None else vector_limit(kernel, variant, axis))))
@@ -458,7 +470,7 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
     elif chunks and held_too == 1:
         warps = (ladders.TRITON_WARPS_IN_PLACE if _in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
     else:
-        warps = ladders.TRITON_WARPS[block * rows * held_too]
+        warps = (ladders.TRITON_WARPS if held_too == 1 else ladders.TRITON_SUM_ROW_WARPS)[block * rows]
         # Of rows that nothing is stored of, as many words a thread as `warps_hold` allows those of a large block.
         while _stores_rows(kernel) == 0 and warps < ladders.TRITON_LARGE_WARPS:
             if warps_hold(kernel, block * rows * ladders.TRITON_LARGE_WARPS // warps):
@@ -466,20 +478,20 @@ def _triton_row(kernel: ir.Kernel, variant: Variant) -> Schedule:
             warps *= 2
     name = "looped" if chunks else "row"
     schedule = Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name=name)
-    return replace(schedule, stages=_stages(kernel, schedule, sums=held_too > 1))
+    if held_too == 1 or chunks:
+        return replace(schedule, stages=_chunk_stages(kernel, schedule))
+    return replace(schedule, stages=sum_stages(kernel, variant, schedule, capability)) if rows == 1 else schedule
 
 
-def _stages(kernel: ir.Kernel, schedule: Schedule, *, sums: bool) -> int:
-    """Stages of the loop over rows of a sum, or over chunks: as many as the ladder says, but with room in shared memory
-    for what is loaded ahead."""
+def _chunk_stages(kernel: ir.Kernel, schedule: Schedule) -> int:
+    """Stages of a loop over chunks: as many as the ladder says, but with room in shared memory for what is loaded
+    ahead."""
     chunks = dict(schedule.chunks)
-    if not chunks and (not sums or schedule.rows > 1):
+    if not chunks:
         return 1
-    tiles = {a.name for a in kernel.tiles}
-    loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & (chunks.keys() or tiles)]
+    loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & chunks.keys()]
     extents = {a: ceil_power(e) for a, e in held(kernel, schedule).items()}
     ahead = sum(
         kernel.tensor(e.tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in e.axes) for e in loads
     )
-    most = ladders.TRITON_SUM_STAGES[largest_block(kernel, extents)] if sums else ladders.TRITON_STAGES
-    return max(1, min(most, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))
+    return max(1, min(ladders.TRITON_STAGES, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))

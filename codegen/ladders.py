@@ -197,10 +197,32 @@ TRITON_SUM_WARPS = 16
 TRITON_SUM_TILES = 2.5
 TRITON_SUM_LARGE = 16 << 10
 TRITON_SUM_CHUNK = 4 << 10  # with sums, which are loaded beside each chunk: 8K spills at 16 warps
-# Over how many turns of its loop a sum over programs spreads the loads of a row, by elements of the row: the backward
-# of RMSNorm takes 1.31 at 16384x4096 with 1 and 1.37 with 3, 1.40 and 1.14 at 8192x8192, 3.0 and 2.3 at 4096x16384.
-# Loops over chunks of a row do not gain: softmax 8192x32000 takes 1.16 with 1, 1.29 with 3 and 1.48 with 2.
-TRITON_SUM_STAGES = Ladder(((4 << 10, 1), (INF, 3)))
+# Short rows of sums: a program has about this many elements of them, 8 a thread of 4 warps, since the sums of several
+# rows are held for each of them: the backward of RMSNorm takes 1.11 times as long at 1024 columns in programs of 2K.
+TRITON_SUM_SHORT_ROWS = 1 << 10
+# Warps of rows with sums, by elements of the block. Those that hold rows whole with 32 elements a thread or more have
+# no registers left for a second program.
+TRITON_SUM_ROW_WARPS = Ladder(((1 << 10, 4), (4 << 10, 8), (INF, 16)))
+# Registers of a thread beside what it has of its row and its sums, those more where rows are staged, and the unit in
+# which they are allotted. For sm_90 the backwards of norms take, with 8 elements a thread, 56 and 57 (RMSNorm bf16;
+# estimated 56), 64 and 72 staged (LayerNorm; 64, 72), 64 (after a residual; 64); with 16, 93 and 88 staged (RMSNorm
+# 4096; 88, 96), 111 and 108 (LayerNorm; 104, 112), 97 and 92 (after a residual; 96, 104).
+TRITON_OTHER_REGISTERS = 24
+TRITON_STAGE_REGISTERS = 8
+REGISTER_UNIT = 8
+# Bytes of rows that a multiprocessor is to have in flight, where one copies with 29 KB: programs meet at each row, and
+# the loads of none of them are under way all the time. As a share of the speed of a copy, backwards of norms that
+# started as many programs as fit, or twice as many, ran at 0.69 with 24 KB (RMSNorm 3072), 0.75 with 40, 0.81 with 48,
+# 0.86 with 56 (RMSNorm 5120 to 7168, and after a residual), 0.91 with 64 (RMSNorm 8192), 0.98 with 64 (2048 and 4096
+# after a residual), and no faster with 80 to 112. Started twice as often as they fit, 8192 columns take 1.05 times as
+# long. Where a program has its multiprocessor to itself it needs stages whatever it holds: RMSNorm 8192 takes 1.40
+# without.
+TRITON_SUM_FLIGHT = 64 << 10
+TRITON_SUM_MOST_STAGES = 5
+TRITON_STAGES_SINCE = 80  # the compute capability that copies to shared memory without registers
+# Shared memory of a program beside its stages, what reductions pass on: less than 100 bytes for sm_90.
+TRITON_SCRATCH = 1 << 10
+# Loops over chunks of a row do not gain by stages: softmax 8192x32000 takes 1.16 with 1, 1.29 with 3, 1.48 with 2.
 TRITON_STAGES = 1
 TRITON_STAGED_BYTES = 96 << 10  # of shared memory, so that two programs fit on a multiprocessor
 TRITON_LARGEST = 1 << 20  # the most elements that Triton allows in a block

@@ -206,7 +206,7 @@ def _scheduled(
     steps = steps_of(kernel, schedule)
     if sums is not None:
         own = None if knobs is None else knobs.blocks
-        blocks = own or sum_blocks(kernel, variant, backend, schedule, steps)
+        blocks = own or sum_blocks(kernel, variant, backend, schedule, steps, capability)
         if not schedule.programs:
             schedule = replace(schedule, programs=max(1, num_sms * blocks // schedule.cluster))
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks, multiprocessors=num_sms), schedule)

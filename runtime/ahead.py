@@ -18,6 +18,7 @@ from kgen.codegen.knobs import Knobs
 from kgen.codegen.machines import OLDEST, too_old
 from kgen.codegen.pipeline import CAPABILITY, MULTIPROCESSORS, schedule_kernel
 from kgen.codegen.program import Program
+from kgen.codegen.resident import least_shared
 from kgen.codegen.schedule import Scheduled
 from kgen.codegen.shapes import ShapeError, bind_dims, constants, flat_shape
 from kgen.dsl import ast, ir
@@ -102,10 +103,13 @@ class Target:
 
     def launches(self, backend: str, archs: Iterable[str] = ()) -> tuple[Program, ...]:
         """The launches of `program`, in order, for all of `archs`. On `cuda` the source of each is the file that holds
-        them all."""
-        oldest = min(map(capability, archs), default=CAPABILITY)
+        them all. Without `archs`, what fits any on `triton`."""
+        goals = [capability(arch) for arch in archs]
+        if backend == "triton":
+            return self.program(backend, capability=least_shared(goals)).launches
+        oldest = min(goals, default=CAPABILITY)
         program = self.program(backend, capability=oldest)
-        if backend != "cuda" or not program.then:
+        if not program.then:
             return program.launches
         from kgen.codegen.cuda.bundle import bundle
 
@@ -349,7 +353,7 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     import triton
     from triton import knobs
 
-    from kgen.runtime.triton_compile import NUMERICS_OPTIONS, assembler, compile_triton
+    from kgen.runtime.triton_compile import assembler, compile_triton, options
 
     number = arch.removeprefix("sm_")
     if not number.isdigit():
@@ -367,10 +371,9 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
         made = Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, done.shared_bytes)
         return made, {program.entry: done.resources}
 
-    options = [f"{k}={v}" for k, v in sorted(NUMERICS_OPTIONS.items())]
-    threads = str(program.schedule.threads)
+    told = [f"{k}={v}" for k, v in sorted(options(program).items())]
     key = cache_key(
-        "triton-file", program.source, program.entry, triton.__version__, assembler(int(number)).version, *options,
-        threads, arch, repr(variant),
+        "triton-file", program.source, program.entry, triton.__version__, assembler(int(number)).version, *told,
+        arch, repr(variant),
     )  # fmt: skip
     return key, build

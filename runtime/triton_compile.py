@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from kgen.codegen.program import Program
+from kgen.codegen.resident import most_registers
 from kgen.codegen.triton.intrinsics import SIGNATURE
 from kgen.codegen.variant import Variant
 from kgen.dsl.diagnostics import KgenError
@@ -151,6 +152,14 @@ def signature(program: Program) -> dict[str, str]:
     }
 
 
+def options(program: Program) -> dict[str, object]:
+    """What Triton's compiler is told beside the source of `program`."""
+    sums = program.stage.sums if program.stage is not None else None
+    most = most_registers(program.schedule, sums)
+    told: dict[str, object] = {"num_warps": program.schedule.threads // 32, **NUMERICS_OPTIONS}
+    return told if most is None else told | {"maxnreg": most}
+
+
 def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -> Compiled:
     """Compile `program`, emitted for `variant`, for compute capability `cap` (80, 90, 100). The module's file is kept
     in `folder`; Triton keeps a cache of its own.
@@ -165,10 +174,9 @@ def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -
         raise TritonCompileError(f"Triton is missing ({error}); install it with: pip install triton") from None
     function: Any = getattr(load_module(program.source, program.entry, folder), program.entry)
     source = ASTSource(function, signature(program), attrs=attributes(program, variant))
-    options = {"num_warps": program.schedule.threads // 32, **NUMERICS_OPTIONS}
     try:
         with _lock:
-            built: Any = triton.compile(source, target=GPUTarget("cuda", cap, 32), options=options)
+            built: Any = triton.compile(source, target=GPUTarget("cuda", cap, 32), options=options(program))
     except Exception as error:  # Triton raises its own, MLIR's and ptxas's errors, without a common base
         raise TritonCompileError(_rejected(program, error)) from error
     return Compiled(
@@ -231,6 +239,7 @@ __all__ = [
     "attributes",
     "compile_triton",
     "load_module",
+    "options",
     "signature",
     "write_source",
 ]
