@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from kgen.codegen.names import Names
 from kgen.codegen.origins import file_name
 from kgen.codegen.program import Arg, Program
+from kgen.codegen.resident import most_registers
 from kgen.codegen.templating import render
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.codegen.triton.reserved import RESERVED
@@ -141,6 +142,7 @@ class HostFunction:
             "guarded": own.blocks.constant in (None, 0),
             "arguments": [self._argument(a) for a in p.args],
             "warps": p.schedule.threads // 32,
+            "registers": most_registers(p.schedule, p.stage.sums) if p.stage is not None else None,
         }
 
     # -- checks --------------------------------------------------------------------------------------------------

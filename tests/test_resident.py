@@ -114,6 +114,13 @@ def test_a_program_alone_has_stages_whatever_it_holds() -> None:
     assert bytes_in_flight(s.kernel, replace(s.schedule, stages=1), 2) == 128 << 10
 
 
+def test_staged_rows_take_shared_memory_of_other_programs() -> None:
+    """For sm_90: three stages of five tensors of 4096 columns fit twice, four fit once (122956 bytes each)."""
+    s = backward("add_rms_norm", 4096).scheduled("triton")
+    held = [resident(s.kernel, s.variant, replace(s.schedule, stages=n), 90) for n in (1, 3, 4)]
+    assert held == [2, 2, 1]
+
+
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120, 121])
 @pytest.mark.parametrize("n", [4096, 5120, 8192])
 @pytest.mark.parametrize("name", NORMS)
@@ -160,3 +167,5 @@ def test_what_was_asked_for_is_compiled_as_it_was() -> None:
     assert options(made.program("triton"))["maxnreg"] == 128
     assert "maxnreg" not in options(made.program("triton", knobs=Knobs(blocks=8)))
     assert "maxnreg" not in options(made.program("triton").then[0])
+    first, last = (p.source for p in made.launches("triton"))
+    assert "num_warps=8, maxnreg=128." in first and "maxnreg" not in last
