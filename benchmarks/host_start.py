@@ -1,7 +1,8 @@
 """How soon a process that compiles nothing has the first result of an op, and how long all ops take to be read and
 emitted: the parts of `host_time.py` that need processes of their own.
 
-The first process fills the cache; the median of the others counts.
+The first process fills the cache, and leaves the bytecode of the modules as an installation does; the median of the
+others counts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +85,21 @@ def measure(device: torch.device, backends: tuple[str, ...]) -> Record:
     """The figures of each part: medians over processes, or an error."""
     parts = {f"{b}: first op": ("first_op", str(device), b) for b in backends} | {"emit": ("all_ops",)}
     out: Record = {}
-    for name, command in parts.items():
-        try:
-            out[name] = _median([_process(command) for _ in range(PROCESSES + 1)][1:])
-        except (subprocess.SubprocessError, ValueError) as error:
-            told = getattr(error, "stderr", "") or ""
-            out[name] = {"error": f"{error} {told[-300:]}"}
+    with tempfile.TemporaryDirectory() as bytecode:
+        for name, command in parts.items():
+            try:
+                out[name] = _median([_process(command, bytecode) for _ in range(PROCESSES + 1)][1:])
+            except (subprocess.SubprocessError, ValueError) as error:
+                told = getattr(error, "stderr", "") or ""
+                out[name] = {"error": f"{error} {told[-300:]}"}
     return out
 
 
-def _process(command: tuple[str, ...]) -> Record:
+def _process(command: tuple[str, ...], bytecode: str) -> Record:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    # Where nothing may write bytecode, each process would compile every module.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONPYCACHEPREFIX"] = bytecode
     done = subprocess.run(
         [sys.executable, str(HERE / "host_start.py"), *command],
         capture_output=True, text=True, check=True, timeout=300, env=environment,

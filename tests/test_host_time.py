@@ -144,10 +144,12 @@ def test_a_launch_alone_tells_the_driver_what_that_of_a_plan_does(
         assert all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True))
 
 
-def test_a_process_of_its_own_tells_its_times() -> None:
-    found = host_start._process(("first_op", "cpu", "reference"))
+def test_a_process_of_its_own_tells_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    found = host_start._process(("first_op", "cpu", "reference"), str(tmp_path))
     assert found["import and first op"] >= found["first op"] > 0
     assert found["compiled"] == 0
+    assert any(tmp_path.rglob("functional.*.pyc"))  # later ones need not compile Python
 
 
 def test_a_compilation_in_a_later_process_is_a_failure() -> None:
