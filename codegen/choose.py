@@ -27,7 +27,7 @@ from kgen.codegen.layout import (
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.online import pair, paired, steps_of
 from kgen.codegen.phases import phases
-from kgen.codegen.registers import tile_registers, waiting_registers
+from kgen.codegen.registers import pass_registers, tile_registers, waiting_registers
 from kgen.codegen.resident import resident, stages_held, sum_stages
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
@@ -307,9 +307,10 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
     whole = held(kernel, Schedule(32, 1))
     ladder = ladders.LOOP_THREADS_IN_PLACE if _in_place(kernel) else ladders.LOOP_THREADS
     threads = ladder[row_bytes(kernel, whole)]
-    most = ladders.LOOP_SLOTS[threads]
+    most = ladders.LOOP_SLOTS_IN_PLACE if _in_place(kernel) and _met(kernel) else ladders.LOOP_SLOTS[threads]
     if has_sums(kernel):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
+    room = ladders.LOOP_REGISTERS_IN_PLACE[threads]
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         grain = vector if peeled else vector_limit(kernel, variant, axis)
@@ -321,7 +322,9 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
             if chunk >= whole[axis] or not _legal(kernel, trial):
                 continue
             fitting = chunk
-            yield Schedule(threads, 1, vector, _ordered(kernel, trial), "looped", peeled=peeled)
+            looped = Schedule(threads, 1, vector, _ordered(kernel, trial), "looped", peeled=peeled)
+            if slots <= ladders.LOOP_SLOTS[threads] or _tiles(kernel, variant, looped, more=True) <= room:
+                yield looped
         if fitting is not None:
             chunks[axis] = fitting
 
@@ -395,10 +398,19 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
 
 
 def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
+    held = ladders.ROW_REGISTERS
+    if has_sums(kernel) and schedule.cluster > 1:
+        held = ladders.SUM_CLUSTER_REGISTERS
+    elif schedule.chunks and _in_place(kernel):
+        held = ladders.LOOP_REGISTERS_IN_PLACE
+    return _tiles(kernel, variant, schedule) <= held[schedule.threads]
+
+
+def _tiles(kernel: ir.Kernel, variant: Variant, schedule: Schedule, *, more: bool = False) -> int:
+    """Registers that a thread fills with tiles; `more`: with what passes over large chunks take beside them."""
     kernel = paired(kernel, schedule)
-    steps = steps_of(kernel, schedule)
-    held = ladders.SUM_CLUSTER_REGISTERS if has_sums(kernel) and schedule.cluster > 1 else ladders.ROW_REGISTERS
-    return tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) <= held[schedule.threads]
+    tiles = tile_registers(kernel, variant, steps_of(kernel, schedule), layout(kernel, variant, schedule))
+    return tiles + (pass_registers(kernel) if more else 0)
 
 
 def refuse_oversize(

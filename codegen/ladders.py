@@ -73,8 +73,15 @@ LOOP_THREADS = Ladder(((32 << 10, 512), (INF, 1024)))
 # 1.40 with 1024, 4096x128256 1.40 with 512 and 1.29 with 1024.
 LOOP_THREADS_IN_PLACE = Ladder(((128 << 10, 512), (INF, 1024)))
 # Vectors a thread takes of each chunk, by threads, fewer where they would not fit the registers. Cross entropy in place
-# 8192x50304 takes 1.15 with 8 on 512 threads and 1.29 with 4; on 1024 threads some kernels spill with 8.
+# 8192x50304 takes 1.15 with 8 on 512 threads and 1.29 with 4. On 1024 threads, with 8, a program has its multiprocessor
+# to itself: in place, where it has so with 4 too, cross entropy 4096x128256 takes 1.114, with 4 1.188.
 LOOP_SLOTS = Ladder(((512, 8), (INF, 4)))
+LOOP_SLOTS_IN_PLACE = 8
+# ... and the registers that a thread may fill there: eight vectors, and what is reduced beside them. Of cross entropy
+# with weights and smoothing nothing spills for sm_90 at 37, at 38 some does. What else they take (`pass_registers`):
+# the log-softmax of s * x spills at 35, x / sum(x) in peeled rows at 34.
+LOOP_REGISTERS_IN_PLACE = Ladder(((256, 128), (512, 96), (INF, 37)))
+PASS_REGISTERS = 4
 
 # Clusters of CTAs, in which a row that one cannot hold is whole. Rows of more bytes than this, of kernels with one
 # reduction: RMSNorm 4096x131072 takes 1.15 in two CTAs of 1024 threads. With more reductions, between which nothing of
@@ -94,6 +101,9 @@ POLICIES_SINCE = 80
 # all programs on a multiprocessor are more than L1 has room for: cross entropy 4096x128256 takes 1.140 (1.114). Shared
 # memory takes its part of L1, for the slots of reductions the smallest that there is.
 L1_SHARED = 8 << 10
+# Registers that marked loads take more at least, where a thread has few left: in f32, cross entropy in place 8192x50304
+# with a softcap has 57 without and spills with them.
+STAYING_REGISTERS = 4
 
 # Loads that L2 is to give up last, as programs far on read them again (`kgen.codegen.kept`). RoPE in bf16 of 4 x 4096
 # tokens with 40 heads of 128 reads its 2 MB of cosines and sines from memory for every one of the 4, and takes 1.066

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kgen.codegen import ladders
 from kgen.codegen.layout import Layout
 from kgen.codegen.normalize import statement_axes
+from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Loop, Step
 from kgen.codegen.variant import Variant
@@ -77,6 +78,21 @@ def waiting_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ..
     """32-bit registers of weights that a thread loads ahead of their use, which `tile_registers` leaves out."""
     found = _waiting(kernel, variant, steps, lay, sum_registers(kernel, lay))
     return ladders.WAITING_WORDS if found else 0
+
+
+def pass_registers(kernel: ir.Kernel) -> int:
+    """32-bit registers that passes over large chunks take beside what `tile_registers` counts: for exact quotients of
+    elements, and where elements of 16 bits are unpacked for a maximum and again for what is summed against it."""
+    tiles = {a.name for a in kernel.tiles}
+    loads = {s.name for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
+    narrow = any(t.dtype.itemsize < 4 for t in kernel.tensors if t.role == "inout")
+    for s in kernel.body:
+        if any(isinstance(e, ir.Op) and e.fn in DIVISIONS and e.axes & tiles for e in ir.walk(s.value)):
+            return ladders.PASS_REGISTERS
+        e = s.value
+        if narrow and isinstance(e, ir.Reduce) and e.kind == "max" and not refs(e.arg) <= loads:
+            return ladders.PASS_REGISTERS
+    return 0
 
 
 def _waiting(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout, carried: int) -> set[str]:

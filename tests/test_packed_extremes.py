@@ -25,6 +25,11 @@ kernel extremes(x: T[*M, N]) -> (low: f32[*M], high: f32[*M], total: f32[*M]):
     high[m] = max(x[m, n], n)
     total[m] = sum(abs(x[m, n]), n)
 
+kernel highest(x: T[*M, N]) -> (high: f32[*M]):
+    parallel m in M
+    tile n in N
+    high[m] = max(x[m, n], n)
+
 kernel scaled(x: T[*M, N]) -> (y: T[*M, N]):
     parallel m in M
     tile n in N
@@ -97,6 +102,12 @@ def test_text() -> None:
     assert "high_max = maximum(high_max, max_of_pair_bf16(high_max_pair));" in body
     # Beside them only the sum takes element by element.
     assert body.count(".get(v)") == 1 and "for (int v = 0; v < 8; ++v)" in body
+
+
+def test_no_method_that_nobody_calls() -> None:
+    source = program(call(TEXT, "highest", x=rows(4096, F16))).source
+    assert "max_pair_f16" in source and ".get(" not in source and "get(int i)" not in source
+    assert nvrtc.compile_cuda(source, "highest", "sm_90").resources.local_bytes == 0
 
 
 @pytest.mark.parametrize(

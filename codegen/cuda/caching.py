@@ -47,11 +47,15 @@ def _reads(loads: dict[str, ir.Load], load: ir.Load) -> bool:
 
 
 def _fit(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout, rows: tuple[ir.Load, ...]) -> bool:
-    """Whether L1 has room for these rows of all programs that a multiprocessor may hold at a time."""
+    """Whether L1 has room for these rows of all programs that a multiprocessor may hold at a time, and a thread for
+    what it takes to mark their loads."""
     kernel, schedule = scheduled.kernel, scheduled.schedule
     arch = architecture(scheduled.capability)
-    registers = tile_registers(kernel, scheduled.variant, steps, layout) + ladders.FEWEST_REGISTERS
-    registers = min(registers, arch.registers // schedule.threads)  # as __launch_bounds__ says
+    held = tile_registers(kernel, scheduled.variant, steps, layout)
+    most = arch.registers // schedule.threads  # as __launch_bounds__ says
+    if held + ladders.OTHER_REGISTERS + ladders.STAYING_REGISTERS > most:
+        return False
+    registers = min(held + ladders.FEWEST_REGISTERS, most)
     programs = max(1, min(arch.threads, arch.registers // registers) // schedule.threads)
     tiles = {a.name: a.extent.constant for a in kernel.tiles}
     elements = {e: prod(n for a, n in tiles.items() if a in e.axes) for e in rows}

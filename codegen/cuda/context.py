@@ -172,6 +172,8 @@ class Context:
                 self.visible[-1].add(f"#edge {name}")
                 self.lines.add(f"const {h.type} {self.names[name]} = {h.converted};")
             return self.local(name, h.type)
+        assert h.pack is not None  # as above
+        self.pack(h.pack, reads=True)
         value = f"{where}.get({self.frame.lane})"
         if h.in_range is not None:
             value = f"{h.in_range} ? {value} : {h.missing}"

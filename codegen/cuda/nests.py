@@ -171,7 +171,7 @@ class NestEmitter:
 
     def _declare_pack(self, let: ir.Let, pack: Pack, nest: Nest, in_range: str | None) -> None:
         ctx = self.ctx
-        type = ctx.pack(pack, reads=True)
+        type = ctx.pack(pack)
         kept = let.name in self.plan.kept
         missing = missing_value(pack.dtype) if in_range else None
         slots = ctx.looped_slots(nest.space) if kept else ()

@@ -134,7 +134,7 @@ class Waiting:
         ctx.lines.add(f"// {how}, as a load waits for the stores in front of it: {', '.join(tensors)}.")
         for let in loads:
             pack = packs[let.name]
-            name, type = ctx.names.fresh(f"{let.name}_raw"), ctx.pack(pack, reads=True)
+            name, type = ctx.names.fresh(f"{let.name}_raw"), ctx.pack(pack)
             ctx.holders[let.name] = Holder(name, compute_type(pack.dtype), (axis.name,), True, pack)
             ctx.lines.span = let.span
             ctx.lines.add(f"{type} {name}[{axis.slots}];")
