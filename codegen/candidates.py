@@ -108,7 +108,7 @@ def _sameness(s: Scheduled) -> tuple[Any, ...]:
     own = s.schedule
     shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages, own.ahead, own.cluster)
     vector = max((a.vector for a in _axes(s)), default=1)
-    return (*shape, vector, own.peeled, *(_sameness(t) for t in s.then))
+    return (*shape, vector, own.peeled, own.held, *(_sameness(t) for t in s.then))
 
 
 def _axes(s: Scheduled) -> Iterable[Any]:
@@ -120,7 +120,7 @@ def _distance(a: Schedule, b: Schedule) -> float:
     """Doublings between two schedules."""
     steps = abs(log2(a.threads / b.threads)) + abs(log2(a.rows / b.rows)) + abs(log2(a.vector / b.vector))
     steps += abs(log2(a.programs / b.programs)) if a.programs and b.programs else 0.0
-    steps += abs(log2(a.stages / b.stages)) + abs(log2(a.cluster / b.cluster))
+    steps += abs(log2(a.stages / b.stages)) + abs(log2(a.cluster / b.cluster)) + (a.held != b.held)
     before, after = dict(a.chunks), dict(b.chunks)
     for axis in before.keys() | after.keys():
         if axis in before and axis in after:
@@ -203,6 +203,11 @@ def _cuda_tiles(default: Scheduled) -> Iterator[Knobs]:
 
 def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
     s = default.schedule
+    if s.held:
+        yield Knobs(hold=0)
+    for threads, each in product((1024, 512), (4, 8, 16)):
+        for chunks in _chunkings(default, [threads * each]):
+            yield Knobs(threads=threads, rows=1, chunks=chunks, hold=1)
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
         for knobs in _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default))):
             yield from _stages(knobs) if default.sums is not None else (knobs,)
@@ -325,6 +330,9 @@ def _triton_words(s: Scheduled) -> float:
         if isinstance(value, ir.Reduce) or isinstance(statement, ir.Store):
             continue
         rows = s.schedule.rows if axes & parallel and not isinstance(statement, ir.Accumulate) else 1
+        if isinstance(value, ir.Load) and isinstance(statement, ir.Let) and statement.name in s.held:
+            row = prod(a.extent.constant for a in s.kernel.tiles if a.name in axes)
+            total += s.kernel.tensor(value.tensor).dtype.itemsize / 4 * row  # beside the chunk, as memory has it
         total += tile_words(s.kernel, value) * rows * prod(n for a, n in extents.items() if a in axes)
     return total
 
@@ -352,6 +360,8 @@ def _traffic(s: Scheduled, row: Mapping[str, int]) -> tuple[float, float]:
                     continue
                 tensor, axes = statement.value.tensor, statement.value.axes
                 again = statement.name in seen
+                if again and statement.name in s.held:
+                    continue
                 seen.add(statement.name)
                 shared = 1.0 if axes & parallel else 1.0 / rows  # by the rows of a program
                 moved += size(tensor, axes, whole) * shared * (_AGAIN if again else 1.0)

@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 
 from kgen.codegen import ladders
+from kgen.codegen.hold import holding
 from kgen.codegen.knobs import Knobs, turned
 from kgen.codegen.layout import (
     Peel,
@@ -59,8 +60,12 @@ def choose(
     `capability`: the compute capability of the device, 90 for sm_90. `shares`: of a kernel that adds up the shares of a
     sum, how many there are at most, where that is known.
     """
-    wish = None if knobs is None else knobs.peel
-    schedule = _default(kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability, wish, shares)
+    asked = knobs or Knobs()
+    # Whoever sets chunks has passes that read again, unless they are to be held.
+    hold = 0 if asked.hold is None and asked.chunks else asked.hold
+    schedule = _default(
+        kernel, variant, backend, num_sms, rows_hint, sums, leaves, capability, asked.peel, hold, shares
+    )
     out = schedule if knobs is None else turned(kernel, variant, backend, schedule, knobs, sums, num_sms)
     if knobs is not None and knobs.stages is None and backend == "triton" and sums is not None and not out.chunks:
         # Those of the default are of other rows or threads, perhaps.
@@ -83,6 +88,7 @@ def _default(
     leaves: bool,
     capability: int,
     wish: int | None,
+    hold: int | None,
     shares: int | None,
 ) -> Schedule:
     if sums is not None and sums.split is None and kernel.tiles:
@@ -90,7 +96,7 @@ def _default(
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
-        schedule = _triton_row(kernel, variant, capability) if kernel.tiles else _triton_flat(leaves)
+        schedule = _triton_row(kernel, variant, capability, hold) if kernel.tiles else _triton_flat(leaves)
     else:
         schedule = (
             _cuda_row(kernel, variant, num_sms, capability, wish)
@@ -443,7 +449,11 @@ def _triton_flat(leaves: bool) -> Schedule:
     return Schedule(threads, ladders.TRITON_FLAT_ROWS, name="flat")
 
 
-def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule:
+def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int | None) -> Schedule:
+    if hold != 0 and len(kernel.tiles) == 1 and not has_sums(kernel) and not _in_place(kernel):
+        found = holding(kernel, variant)
+        if found is not None:
+            return found
     # A block of sums, which are not packed, is held beside the row from the first row to the last.
     held_too = 3 if has_sums(kernel) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}

@@ -24,7 +24,7 @@ _NOT_PEELED = (
     "indices, or overwrites other elements than it reads"
 )
 MOST_BLOCKS, MOST_STAGES, MOST_AHEAD = (KNOBS[name].most for name in ("blocks", "stages", "ahead"))
-_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster", "peel")
+_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster", "peel", "hold")
 _HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
           ">=": operator.ge}  # fmt: skip
 
@@ -39,8 +39,9 @@ class Knobs:
     of them a multiprocessor is to hold. ahead: how far on the row is that a CUDA program asks L2 for, in its own rows
     where it sums over programs, else in programs a multiprocessor; 0: it asks for none. stages: how many iterations of
     a Triton program's innermost loops are in flight at once. cluster: CTAs of a CUDA program, each of `threads`. peel:
-    1 to take whole vectors of rows that begin at any address, 0 not to. by: who set them, for people to read; it takes
-    no part in comparisons.
+    1 to take whole vectors of rows that begin at any address, 0 not to. hold: 1 for a Triton program that holds the
+    chunks of its row from pass to pass, 0 for one that loads them again, as it does where chunks are set. by: who set
+    them, for people to read; it takes no part in comparisons.
     """
 
     threads: int | None = None
@@ -52,6 +53,7 @@ class Knobs:
     ahead: int | None = None
     cluster: int | None = None
     peel: int | None = None
+    hold: int | None = None
     by: str = field(default="caller", compare=False)
 
     def data(self) -> dict[str, object]:
@@ -123,8 +125,11 @@ def turned(
         raise _refused(kernel, "cluster is for CUDA alone")
     if knobs.peel is not None and backend != "cuda":
         raise _refused(kernel, "peel is for CUDA alone")
-    if knobs.peel not in (None, 0, 1):
-        raise _refused(kernel, f"peel is {knobs.peel}, expected 0 or 1")
+    if knobs.hold is not None and backend != "triton":
+        raise _refused(kernel, "hold is for Triton alone")
+    for what in ("peel", "hold"):
+        if getattr(knobs, what) not in (None, 0, 1):
+            raise _refused(kernel, f"{what} is {getattr(knobs, what)}, expected 0 or 1")
     check_chunks(kernel, knobs.chunks)
     extents = {a.name: a.extent.constant for a in kernel.tiles}
     for axis, chunk in knobs.chunks:
@@ -153,7 +158,11 @@ def turned(
         rows = schedule.rows // (schedule.threads * schedule.vector) * threads * vector
     elif backend == "cuda":
         rows = min(rows, threads)  # those of short rows, of which each has a thread at least
-    loops = bool(chunks) or sums is not None
+    held = bool(chunks) and (schedule.held if knobs.hold is None else bool(knobs.hold))
+    if knobs.hold and not chunks:
+        raise _refused(kernel, "hold is for rows in chunks, and its rows are whole")
+    # Of loops that are unrolled the compiler says what is in flight.
+    loops = (bool(chunks) and not held) or sums is not None
     stages = schedule.stages if knobs.stages is None else knobs.stages
     if not 1 <= stages <= MOST_STAGES:
         raise _refused(kernel, f"stages is {stages}, expected 1 to {MOST_STAGES} iterations")
@@ -175,6 +184,7 @@ def turned(
         by=knobs.by,
         ahead=ahead if rows == 1 else 0,
         peeled=schedule.peeled and vector > 1,
+        held=held,
     )
     check(kernel, backend, out)
     if knobs.peel and not out.peeled:
@@ -210,6 +220,8 @@ def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
         raise _refused(kernel, f"threads is {schedule.threads}, expected at least {WARP}")
     if backend == "cuda" and kernel.tiles and schedule.rows > schedule.threads:
         raise _refused(kernel, f"{schedule.rows} rows do not share out among {schedule.threads} threads")
+    if schedule.held and backend != "triton":
+        raise _refused(kernel, "to hold chunks of a row is for Triton")
     if schedule.cluster > 1:
         if backend != "cuda" or not kernel.tiles:
             raise _refused(kernel, "a cluster shares a row: it is for CUDA kernels with tile indices")

@@ -194,6 +194,22 @@ TRITON_LARGE_WARPS = 16
 # Registers for the address and the mask of an element that is not part of a vector. With 3 no kernel of one or three
 # inputs spills at widths like 28001 and 50257, with 2 one of three inputs does.
 TRITON_ADDRESS = 3.0
+# Rows that are held in chunks, as memory has them (`codegen/hold.py`), on warps that have a multiprocessor to
+# themselves. RMSNorm of bf16 2048x65536 takes 1.020 so in chunks of 16K, 1.045 in chunks of 32K (8 bytes spill), 1.062
+# if half of it is held, 1.21 read again in chunks of 32K. Of rows with fewer words than this, several programs run at a
+# time and find them in the caches. In place a row is overwritten where it is read again: cross entropy of 8192x32000,
+# 8192x50304 and 4096x128256 is better off with that than with fewer programs.
+TRITON_HELD_THREADS = 1024
+TRITON_HELD_BEYOND = 16 << 10
+# Elements that a thread has of a chunk, in order of preference, and the registers that they and the row may take by
+# estimate. Compiled for sm_90 nothing spills at 54 (of 65536 elements of 16 bits: RMSNorm and softmax in chunks of 8K,
+# 52, LayerNorm in chunks of 4K, 46, with weights in f32 54), log softmax of 65536 in chunks of 8K, 60, does. Element by
+# element, where each is in a register and addresses take more, nothing spills at 60 (RMSNorm and softmax of 50257);
+# softmax of 53247 and LayerNorm with weights of 40959, 62, do.
+TRITON_HELD_EACH = (8, 4)
+TRITON_HELD_WORDS = 56
+TRITON_HELD_ELEMENTS = 60
+TRITON_HELD_ADDRESS = 1.0
 # With sums, which are held beside the row from the first row to the last: the backward of RMSNorm takes 1.39 at
 # 8192x8192 with the row whole and 2.29 in chunks, beside each of which the sums are loaded.
 TRITON_SUM_WHOLE = 32 << 10

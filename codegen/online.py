@@ -82,7 +82,10 @@ class _Total(ir.Op):
 
 
 def paired(kernel: ir.Kernel, schedule: Schedule) -> ir.Kernel:
-    """`kernel` with `pair` done along every axis that `schedule` takes in chunks."""
+    """`kernel` with `pair` done along every axis that `schedule` takes in chunks, unless it holds them: a pass of its
+    own for the maximum costs no load then, and less than to multiply sums whenever that rises."""
+    if schedule.held:
+        return kernel
     for axis, chunk in schedule.chunks:
         if chunk < kernel.axis(axis).extent.constant:
             kernel = pair(kernel, axis)

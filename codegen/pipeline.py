@@ -11,6 +11,7 @@ from kgen.codegen.abi import most_shares
 from kgen.codegen.again import loaded_again
 from kgen.codegen.alternate import alternated
 from kgen.codegen.choose import choose, refuse_oversize, sum_blocks
+from kgen.codegen.hold import held_loads
 from kgen.codegen.idle import idle
 from kgen.codegen.kept import kept
 from kgen.codegen.knobs import Knobs, check, check_peeled, written
@@ -216,11 +217,16 @@ def _scheduled(
     if backend == "triton" and sums is None:
         steps = weights_late(kernel, steps)
     refuse_oversize(kernel, variant, backend, schedule, steps)
-    steps = alternated(kernel, steps)
+    held = held_loads(kernel, steps) if schedule.held else frozenset[str]()
+    if schedule.held and (sums is not None or not held):
+        why = "it sums over programs" if sums is not None else "no two passes over chunks load the same of a row"
+        raise ScheduleError(f"a schedule of {kernel.name} is not valid: it has nothing to hold, as {why}")
+    if not held:
+        steps = alternated(kernel, steps)
     if leaves is not None:
         steps = leaves.steps(steps)
     overwritten = barriers(kernel, digits(kernel, variant))
     # Triton makes of it what the device has.
     policies = backend == "triton" or capability >= ladders.POLICIES_SINCE
     staying = kept(kernel, sums) if policies else frozenset[str]()
-    return Scheduled(kernel, variant, schedule, steps, capability, overwritten, staying, sums)
+    return Scheduled(kernel, variant, schedule, steps, capability, overwritten, staying, held, sums)

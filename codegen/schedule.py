@@ -15,7 +15,8 @@ a `cluster` of several CTAs (sm_90 and later), which then share one row: threads
 A kernel that sums over parallel indices (`Sums`) is persistent: the summed points are shared out among `programs`
 programs, each of which loops over its share, `rows` points at a time.
 Triton: `threads // 32` warps; block shapes follow from `rows`, extents and `chunks`; `vector` does not apply. Of a
-loop, over chunks or over the rows of a sum, the loads of `stages` iterations are in flight at once.
+loop, over chunks or over the rows of a sum, the loads of `stages` iterations are in flight at once. What several passes
+over chunks need of a row may be `held` from one to the next (`kgen.codegen.hold`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Schedule:
     stages: int = 1  # Triton: iterations of its innermost loops that are in flight
     cluster: int = 1  # CUDA: CTAs of a program, each of `threads`; with more than one it takes one row, whole
     peeled: bool = False  # CUDA: whole vectors of rows that begin at any address, the elements around them one by one
+    held: bool = False  # Triton: chunks of a row stay in registers for later passes, as memory has them
     by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
 
     @property
@@ -179,6 +181,8 @@ class Scheduled:
     barriers: frozenset[str] = frozenset()
     # Loads that are to stay in L2 (`kgen.codegen.kept`), by name.
     kept: frozenset[str] = frozenset()
+    # Loads of chunks that later passes take from the pass that makes them first (`kgen.codegen.hold`), by name.
+    held: frozenset[str] = frozenset()
     # How sums over programs are spread, whether it is one of several launches, and those behind this one.
     sums: Sums | None = None
     staged: bool = False

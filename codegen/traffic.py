@@ -13,6 +13,7 @@ from math import prod
 
 from kgen.codegen.abi import grid_size, split_count, sum_grid
 from kgen.codegen.cost import Graph
+from kgen.codegen.hold import from_memory
 from kgen.codegen.layout import held
 from kgen.codegen.operations import DIVISION, SPECIAL, Instructions
 from kgen.codegen.schedule import Loop, Scheduled
@@ -128,8 +129,8 @@ class _Counter:
         read: dict[str, int] = {}
         passes: dict[str, int] = {}
         written: dict[str, int] = {}
-        for step in self.s.steps:
-            loads = [load for _, load in _loads(step.body)]
+        for step, made in from_memory(self.s.steps, self.s.held):
+            loads = [s.value for s in made if isinstance(s.value, ir.Load)]
             # A single element of a row that is gathered beside it is no pass over the row.
             for tensor in {e.tensor for e in loads if e.axes & self.tiles or not self.tiles}:
                 passes[tensor] = passes.get(tensor, 0) + 1
@@ -156,17 +157,24 @@ class _Counter:
 
     def _in_flight(self) -> int:
         best = (0, 0)
-        for step in self.s.steps:
-            asked, names = 0, set[str]()
+        for step, loads in from_memory(self.s.steps, self.s.held):
+            asked, names, made = 0, set[str](), {s.name for s in loads}
             for s in step.body:
                 used = {e.name for e in ir.walk(s.value) if isinstance(e, ir.Ref)}
                 if used & names:
                     break
-                if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.value.axes & self.parallel:
+                if (
+                    isinstance(s.value, ir.Load)
+                    and isinstance(s, ir.Let)
+                    and s.name in made
+                    and s.value.axes & self.parallel
+                ):
                     names.add(s.name)
                     size = self.kernel.tensor(s.value.tensor).dtype.itemsize
-                    asked += size * prod(self.held[a] for a in s.value.axes & self.tiles)
-            total = sum(self._often(e.axes) for _, e in _loads(step.body))
+                    # The chunks of a row that is held are all under way: its loops are unrolled.
+                    together = self.extents if s.name in self.s.held else self.held
+                    asked += size * prod(together[a] for a in s.value.axes & self.tiles)
+            total = sum(self._often(s.value.axes) for s in loads)
             rows = min(self.s.schedule.rows, max(1, self.rows))
             again = self.s.schedule.stages if isinstance(step, Loop) or self.s.sums is not None else 1
             best = max(best, (total, asked * rows * again))

@@ -33,6 +33,7 @@ KNOBS = {
         Knob("cluster", ("cuda",), 1, 8, True, "thread blocks of a program, which share one row (sm_90 and later)"),
         Knob("stages", ("triton",), 1, 8, False, "iterations of a loop whose loads are in flight"),
         Knob("peel", ("cuda",), 0, 1, False, "1 to take whole vectors of rows that begin at any address, 0 not to"),
+        Knob("hold", ("triton",), 0, 1, False, "1 to hold the chunks of a row from pass to pass, 0 to load them again"),
         Knob("ahead", ("cuda",), 0, 32, False, "how far on the row is that a program asks L2 for"),
         Knob(CHUNK, BACKENDS, 1, 1 << 62, False, "elements of a tile index that are taken at a time"),
     )

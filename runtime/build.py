@@ -380,7 +380,7 @@ def launch_entry(target: Target, program: Program) -> Manifest:
         ],
         "schedule": {
             "name": s.name, "threads": s.threads, "rows": s.rows, "vector": s.vector, "chunks": dict(s.chunks),
-            "cluster": s.cluster, "peeled": s.peeled,
+            "cluster": s.cluster, "peeled": s.peeled, "held": s.held,
         },
         "launch_bounds": s.threads,
         "binaries": {},
@@ -388,6 +388,8 @@ def launch_entry(target: Target, program: Program) -> Manifest:
     if program.backend == "triton":
         out["num_warps"] = s.threads // 32
         del out["schedule"]["vector"], out["schedule"]["cluster"], out["schedule"]["peeled"]
+    else:
+        del out["schedule"]["held"]
     return out
 
 

@@ -115,6 +115,7 @@ class _Language:
         self.tl.multiple_of = _multiple_of
         self.tl.reduce = self._reduce
         self.tl.range = lambda *bounds, num_stages=None: language.range(*bounds)
+        self.tl.static_range = language.range
         self.tl.sum = lambda x, axis: language._reduce(x, axis, lambda a, b: a + b)
         self.tl.max = lambda x, axis: language._reduce(x, axis, language.tl.maximum)
         self.tl.min = lambda x, axis: language._reduce(x, axis, language.tl.minimum)
@@ -230,6 +231,7 @@ _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
 # By the text of `tl.inline_asm_elementwise`.
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "ex2.approx.ftz.f32 $0, $1;": lambda x: _flushed(np.exp2(x)),
+    "mov.b32 $0, $1;": lambda x: x,
 }
 
 

@@ -286,6 +286,7 @@ def _figures(m: Made, job: Job) -> dict[str, Any]:
     if job.backend == "cuda":
         shown |= {"vector": s.vector} | ({"cluster": s.cluster} if s.cluster > 1 else {})
         shown |= {"peeled": True} if s.peeled else {}
+    shown |= {"held": True} if s.held else {}
     out: dict[str, Any] = {"default": m.planned.knobs is None, "schedule": shown}
     return out | ({"registers": max(r.registers for r in m.resources)} if m.resources else {})
 

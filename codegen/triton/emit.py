@@ -16,7 +16,8 @@ from kgen.codegen.templating import render
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.caching import given_up_last
 from kgen.codegen.triton.expressions import Expressions
-from kgen.codegen.triton.identity import MaskedLanes
+from kgen.codegen.triton.held import HeldChunks
+from kgen.codegen.triton.identity import MaskedLanes, Number
 from kgen.codegen.triton.index import Definition, Indices, program_indices
 from kgen.codegen.triton.intrinsics import TYPES
 from kgen.codegen.triton.memory import ArgNames, Memory
@@ -51,7 +52,7 @@ class _Emitter:
     def __init__(self, scheduled: Scheduled) -> None:
         self.scheduled = scheduled
         self.given_up_last = given_up_last(scheduled)
-        self.in_chunks = False  # whether what is emitted stands in a pass over chunks
+        self.in_chunks: Loop | None = None  # the pass over chunks that what is emitted stands in
         self.kernel, self.variant = scheduled.kernel, scheduled.variant
         kernel = self.kernel
         lets = [s.name for step in scheduled.steps for s in step.body if isinstance(s, ir.Let)]
@@ -77,6 +78,7 @@ class _Emitter:
             self.masks,
             self.names.fresh,
         )
+        self.held = HeldChunks(scheduled, self.memory, self.names.fresh)
         self.chunk_starts: dict[str, str] = {}  # names of the loop variables
         self.thread_views: dict[str, str] = {}  # by text of a chunk of this loop: the name of the block by threads
         self.outlive: dict[str, str] = {}  # by value of this loop: the variable that holds its last one
@@ -187,7 +189,8 @@ class _Emitter:
     def _steps(self, steps: Iterable[Step]) -> list[_Line]:
         lines: list[_Line] = []
         for step in steps:
-            lanes = MaskedLanes(self.kernel, step.body, frozenset(k for k, d in self.blocks.dims.items() if d.ragged))
+            ragged = frozenset(k for k, d in self.blocks.dims.items() if d.ragged)
+            lanes = MaskedLanes(self.kernel, step.body, ragged, self.held.others)
             if isinstance(step, Leave):
                 condition = self.expressions.value(step.condition).text
                 lines += [
@@ -250,8 +253,7 @@ class _Emitter:
         if isinstance(s, ir.Let):
             name = self.names[s.name]
             if isinstance(s.value, ir.Load):
-                last = s.name in self.given_up_last
-                lines, dims = self.memory.load(name, s.value, lanes.other.get(s.name), given_up_last=last)
+                lines, dims = self._load(s.name, s.value, lanes.other.get(s.name))
             else:
                 v = self._let(s.value, lanes)
                 lines, dims = [f"{name} = {v.text}"], v.dims
@@ -261,8 +263,15 @@ class _Emitter:
             total = self.sums[s.tensor, s.at]
             return [*out, _Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
         sums = self.scheduled.sums
-        streamed = self.in_chunks and (sums is None or s.tensor not in sums.zeroed)
+        streamed = self.in_chunks is not None and (sums is None or s.tensor not in sums.zeroed)
         return [*out, *self._barrier(s), *(_Line(t, s.span) for t in self.memory.store(s, streamed=streamed))]
+
+    def _load(self, load: str, e: ir.Load, other: Number | None) -> tuple[list[str], tuple[str, ...]]:
+        name, last = self.names[load], load in self.given_up_last
+        if self.in_chunks is None or load not in self.scheduled.held:
+            return self.memory.load(name, e, other, given_up_last=last)
+        chunk = f"{self.chunk_starts[self.in_chunks.axis]} // {self.in_chunks.chunk}"
+        return self.held.load(load, name, e, other, chunk, given_up_last=last)
 
     def _let(self, e: ir.Expr, lanes: MaskedLanes) -> Value:
         if isinstance(e, Finish):  # the lanes of partial results are neutral where they are masked
@@ -297,8 +306,8 @@ class _Emitter:
             self.chunk_starts[step.axis] = self.names.fresh(f"{self.names[step.axis]}0")
         start = self.chunk_starts[step.axis]
         self.thread_views, self.outlive = {}, {}
-        self.in_chunks = True
-        before: list[_Line] = []
+        self.in_chunks = step
+        before = [_Line(t) for t in self.held.start(step)]
         inside: list[_Line] = []
         after: list[_Line] = []
         header: Span | None = None
@@ -325,7 +334,7 @@ class _Emitter:
             result = acc.finish(self.blocks)
             self.expressions.bound[s.name] = result.dims
             after.append(_Line(f"{self.names[s.name]} = {result.text}", s.span))
-        self.in_chunks = False
+        self.in_chunks = None
         prelude = used(self._tile(axis, start), (line.text for line in inside))
         inside = [*(_Line(t) for t in prelude), *inside]
         self.said = None
@@ -338,13 +347,15 @@ class _Emitter:
             inside.insert(0, _Line(f"{start} = {last} - {counter}  {remark}", header))
         return [
             *before,
-            _Line(f"for {counter} in {self._range(f'0, {axis.extent.constant}, {step.chunk}')}:", header),
+            _Line(f"for {counter} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}')}:", header),
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
         ]
 
-    def _range(self, bounds: str) -> str:
-        return loop_range(bounds, self.scheduled.schedule.stages)
+    def _chunks(self, bounds: str) -> str:
+        # What is held is found by the number of the chunk, which must be known: such a pass is unrolled.
+        unrolled = f"tl.static_range({bounds})"
+        return unrolled if self.scheduled.held else loop_range(bounds, self.scheduled.schedule.stages)
 
     def _running(self, name: str, e: Partial, step: Loop, lanes: MaskedLanes) -> tuple[Running, list[str]]:
         """A partial reduction of a loop, and the statements that take in a chunk."""

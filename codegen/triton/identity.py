@@ -9,7 +9,7 @@ of one axis are not those of another, and nothing is said of what would be NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kgen.codegen.triton.intrinsics import identity
@@ -29,12 +29,20 @@ _FOLD: dict[str, Callable[..., Any]] = {
 class MaskedLanes:
     """The choice of `other` for the loads of one straight stretch of statements."""
 
-    def __init__(self, kernel: ir.Kernel, body: Iterable[ir.Stmt], ragged: frozenset[str]) -> None:
-        """`body`: statements of `kernel`. `ragged`: the tile indices whose blocks have masked lanes."""
+    def __init__(
+        self,
+        kernel: ir.Kernel,
+        body: Iterable[ir.Stmt],
+        ragged: frozenset[str],
+        held: Mapping[str, Number | None] | None = None,
+    ) -> None:
+        """`body`: statements of `kernel`. `ragged`: the tile indices whose blocks have masked lanes. `held`: what those
+        of loads have that are made already, None for anything."""
         self.kernel = kernel
         self.ragged = ragged
         self.lets = {s.name: s.value for s in body if isinstance(s, ir.Let)}
-        self.other: dict[str, Number] = {}
+        self.held = {} if held is None else held
+        self.other: dict[str, Number] = {n: v for n, v in self.held.items() if v is not None and n in self.lets}
         for value in self.lets.values():
             if isinstance(value, ir.Reduce) and ragged.intersection(value.over):
                 self._choose(value)
@@ -46,7 +54,7 @@ class MaskedLanes:
     def _choose(self, e: ir.Reduce) -> None:
         """Give the loads below `e` that are still free the identity, or zero, if that settles the reduction."""
         wanted = identity(e.kind, e.arg.dtype)
-        free = [n for n in self._loads(e.arg) if n not in self.other]
+        free = [n for n in self._loads(e.arg) if n not in self.other and n not in self.held]
         for fill in (wanted, 0.0 if isinstance(wanted, float) else 0):
             trial = {**self.other, **{n: self._fill(n, fill) for n in free if self._can_hold(n, fill)}}
             if self._settles(e, trial):

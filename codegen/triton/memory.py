@@ -74,9 +74,15 @@ class Memory:
 
     # -- statements ----------------------------------------------------------------------------------------------
     def load(
-        self, name: str, e: ir.Load, other: float | int | bool | None, *, given_up_last: bool = False
+        self,
+        name: str,
+        e: ir.Load,
+        other: float | int | bool | None,
+        *,
+        given_up_last: bool = False,
+        widened: bool = True,
     ) -> tuple[list[str], tuple[str, ...]]:
-        """The lines of `name = tl.load(...)`, widened to the compute type, and the dimensions of its block; masked
+        """The lines of `name = tl.load(...)`, `widened` to the compute type, and the dimensions of its block; masked
         lanes hold `other`, or anything if it is None. `given_up_last`: by the caches."""
         tensor = self.kernel.tensor(e.tensor)
         offset = self._offset(tensor, e.at)
@@ -97,9 +103,14 @@ class Memory:
         if isinstance(e, Again):
             # What loads do anyway; with it, the compiler does not take this one for the same as the one before.
             keywords["cache_modifier"] = Text('".ca"')
-        suffix = "" if tensor.dtype == tensor.dtype.compute else f".to({TYPES[tensor.dtype.compute.name]})"
+        suffix = self.widening(e) if widened else ""
         arguments = [str(pointer.text), *(f"{k}={v}" for k, v in keywords.items())]
         return _call_lines(f"{name} = tl.load(", arguments, f"){suffix}"), pointer.dims
+
+    def widening(self, e: ir.Load) -> str:
+        """What makes the compute type of what `e` loads: `.to(...)`, or nothing."""
+        dtype = self.kernel.tensor(e.tensor).dtype
+        return "" if dtype == dtype.compute else f".to({TYPES[dtype.compute.name]})"
 
     def store(self, s: ir.Store, *, streamed: bool = False) -> list[str]:
         """The lines of `tl.store(...)`, which rounds once to the tensor's type. `streamed`: what is stored is not read

@@ -160,6 +160,13 @@ class Schedules:
         if "peel" in sizes and not self.tiles:
             hint = "remove it: only a kernel with tile indices has rows to peel"
             raise self.fail("K0242", "'peel' is for kernels with tile indices", spans["peel"], hint)
+        if "hold" in sizes:
+            if not any(chunks.get(a.name, 0) is not None for a in self.tiles):
+                hint = "remove it" if not self.tiles else f"remove it, or take {self.tiles[0].name} in chunks"
+                raise self.fail("K0242", "'hold' is for rows in chunks, and here is none", spans["hold"], hint)
+            if any(isinstance(b, ir.Accumulate) for b in self.scope.body):
+                hint = "remove it: beside the sums there is no room for a row"
+                raise self.fail("K0242", "'hold' is for kernels that do not sum over programs", spans["hold"], hint)
         chunked = [x for x in s.settings if x.name == CHUNK and x.value != WHOLE]
         if rows is not None and rows > 1 and any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             summed = {n for b in self.scope.body if isinstance(b, ir.Accumulate) for p in b.at for n in p.symbols}

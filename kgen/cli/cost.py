@@ -140,7 +140,11 @@ def _launch_table(launches: Sequence[tuple[str, LaunchCost]]) -> str:
 
 def _column(la: LaunchCost) -> dict[str, str]:
     s, used, fits, a = la.schedule, la.used, la.occupancy, la.asked
-    chunks = "".join(f", {axis} by {n}" for axis, n in s.chunks) + (f", {s.stages} in flight" if s.stages > 1 else "")
+    chunks = (
+        "".join(f", {axis} by {n}" for axis, n in s.chunks)
+        + (", held" if s.held else "")
+        + (f", {s.stages} in flight" if s.stages > 1 else "")
+    )
     again = sum(r.again for r in a.requests)
     passes = max((r.passes for r in a.requests), default=0)
     spills = used.spill_store_bytes + used.spill_load_bytes
@@ -289,6 +293,7 @@ def _launch_data(la: LaunchCost) -> dict[str, Any]:
             "stages": s.stages,
             "cluster": s.cluster,
             "peeled": s.peeled,
+            "held": s.held,
         },
         "programs": la.asked.programs,
         "requests": {

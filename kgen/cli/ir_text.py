@@ -53,6 +53,7 @@ def scheduled_text(scheduled: Scheduled) -> str:
     """A kernel in normal form, under its schedule: the steps that an emitter prints."""
     s = scheduled.schedule
     chunks = "".join(f", {axis} in chunks of {chunk}" for axis, chunk in s.chunks)
+    chunks += f" that stay in registers ({', '.join(sorted(scheduled.held))})" if scheduled.held else ""
     name = f"{s.name}: " if s.name else ""
     peeled = " that begin at any address" if s.peeled else ""
     stages = f", {s.stages} iterations of a loop in flight" if s.stages > 1 else ""
