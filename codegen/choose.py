@@ -25,12 +25,21 @@ from kgen.codegen.layout import (
     vector_axis,
     vector_limit,
 )
-from kgen.codegen.normalize import statement_axes
-from kgen.codegen.online import pair, paired, steps_of
-from kgen.codegen.phases import phases
+from kgen.codegen.online import paired, steps_of
 from kgen.codegen.registers import pass_registers, tile_registers, waiting_registers
 from kgen.codegen.resident import resident, stages_held, sum_stages
-from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step, Sums
+from kgen.codegen.rows import (
+    beside,
+    exponentials,
+    in_place,
+    legal,
+    ordered,
+    read_once,
+    row_bytes,
+    stores_rows,
+    whole_row_bytes,
+)
+from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import largest_block, row_words, tight, warps_hold, warps_hold_sums
@@ -212,7 +221,7 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
         schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row", peeled=peeled))
         # A whole row on 1024 threads has its multiprocessor to itself. In place, and where exponentials are held beside
         # it, passes over chunks are better: two programs run at a time, and a row is read again from the caches.
-        if schedule.threads == 1024 and schedule.rows == 1 and (_in_place(kernel) or _exponentials(kernel)):
+        if schedule.threads == 1024 and schedule.rows == 1 and (in_place(kernel) or exponentials(kernel)):
             break
         if _fits(kernel, variant, schedule):
             return schedule
@@ -285,7 +294,7 @@ def _clusters_pay(kernel: ir.Kernel) -> bool:
     """Whether a row without sums over programs that does not fit a CTA is better held by a cluster than taken in
     chunks: where its CTAs meet once."""
     wide = whole_row_bytes(kernel) > ladders.CLUSTER_BYTES
-    return wide and _met(kernel) == 1 and not _in_place(kernel)
+    return wide and _met(kernel) == 1 and not in_place(kernel)
 
 
 def _met(kernel: ir.Kernel) -> int:
@@ -311,93 +320,28 @@ def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule
 def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> Iterator[Schedule]:
     """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
     whole = held(kernel, Schedule(32, 1))
-    ladder = ladders.LOOP_THREADS_IN_PLACE if _in_place(kernel) else ladders.LOOP_THREADS
+    ladder = ladders.LOOP_THREADS_IN_PLACE if in_place(kernel) else ladders.LOOP_THREADS
     threads = ladder[row_bytes(kernel, whole)]
-    most = ladders.LOOP_SLOTS_IN_PLACE if _in_place(kernel) and _met(kernel) else ladders.LOOP_SLOTS[threads]
+    most = ladders.LOOP_SLOTS_IN_PLACE if in_place(kernel) and _met(kernel) else ladders.LOOP_SLOTS[threads]
     if has_sums(kernel):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
     room = ladders.LOOP_REGISTERS_IN_PLACE[threads]
     chunks: dict[str, int] = {}
     for axis in sorted(whole, key=lambda a: -whole[a]):
         grain = vector if peeled else vector_limit(kernel, variant, axis)
-        beside = _beside(kernel, axis, {**whole, **chunks})
+        others = beside(kernel, axis, {**whole, **chunks})
         fitting: int | None = None
         for slots in (most >> i for i in range(most.bit_length())):
-            chunk = max(grain, floor_power(max(1, threads * vector * slots // beside)))
+            chunk = max(grain, floor_power(max(1, threads * vector * slots // others)))
             trial = {**chunks, axis: chunk}
-            if chunk >= whole[axis] or not _legal(kernel, trial):
+            if chunk >= whole[axis] or not legal(kernel, trial):
                 continue
             fitting = chunk
-            looped = Schedule(threads, 1, vector, _ordered(kernel, trial), "looped", peeled=peeled)
+            looped = Schedule(threads, 1, vector, ordered(kernel, trial), "looped", peeled=peeled)
             if slots <= ladders.LOOP_SLOTS[threads] or _tiles(kernel, variant, looped, more=True) <= room:
                 yield looped
         if fitting is not None:
             chunks[axis] = fitting
-
-
-def _in_place(kernel: ir.Kernel) -> bool:
-    """Whether a program stores along tile axes only to what it has read."""
-    tiles = {a.name for a in kernel.tiles}
-    stored = [a.tensor.role for a in accesses(kernel) if a.tensor.role != "in" and a.axes & tiles]
-    return bool(stored) and all(role == "inout" for role in stored)
-
-
-def _exponentials(kernel: ir.Kernel) -> bool:
-    """Whether a row's sum of exponentials and its maximum would be taken in one pass over chunks."""
-    return any(pair(kernel, a.name) is not kernel for a in kernel.tiles)
-
-
-def _stores_rows(kernel: ir.Kernel) -> int:
-    """How many statements store along tile indices, or sum along them."""
-    tiles = {a.name for a in kernel.tiles}
-    return sum(bool(ir.target_symbols(s) & tiles) for s in kernel.body if not isinstance(s, ir.Let))
-
-
-def _read_once(kernel: ir.Kernel) -> bool:
-    """Whether one pass over the chunks of a row is all that its elements are for: they need not be held for another."""
-    chunks = tuple((a.name, 1) for a in kernel.tiles)
-    if len(chunks) != 1 or _stores_rows(kernel) or _exponentials(kernel) or not _legal(kernel, dict(chunks)):
-        return False
-    passes = [s for s in phases(kernel, Schedule(32, 1, chunks=chunks)) if isinstance(s, Loop)]
-    return len(passes) == 1
-
-
-def _ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((a.name, chunks[a.name]) for a in kernel.tiles if a.name in chunks)
-
-
-def _beside(kernel: ir.Kernel, axis: str, extents: dict[str, int]) -> int:
-    """The most elements that stand beside one element of `axis` in a statement."""
-    return max(
-        (
-            prod(e for a, e in extents.items() if a in axes and a != axis)
-            for axes in map(statement_axes, kernel.body)
-            if axis in axes
-        ),
-        default=1,
-    )
-
-
-def _legal(kernel: ir.Kernel, chunks: dict[str, int]) -> bool:
-    try:
-        phases(kernel, Schedule(32, 1, chunks=_ordered(kernel, chunks)))
-    except ScheduleError:
-        return False
-    return True
-
-
-def whole_row_bytes(kernel: ir.Kernel) -> int:
-    """`row_bytes` of the tile axes as they are."""
-    return row_bytes(kernel, held(kernel, Schedule(32, 1)))
-
-
-def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
-    """Bytes of the tensor that has most in one row: of all its distinct accesses, for `extents` of the tile axes."""
-    found: dict[str, dict[object, int]] = {}
-    for access in accesses(kernel):
-        size = prod(e for a, e in extents.items() if a in access.axes) * access.tensor.dtype.itemsize
-        found.setdefault(access.tensor.name, {})[str(access.at)] = size
-    return max((sum(sizes.values()) for sizes in found.values()), default=0)
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------
@@ -407,7 +351,7 @@ def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
     held = ladders.ROW_REGISTERS
     if has_sums(kernel) and schedule.cluster > 1:
         held = ladders.SUM_CLUSTER_REGISTERS
-    elif schedule.chunks and _in_place(kernel):
+    elif schedule.chunks and in_place(kernel):
         held = ladders.LOOP_REGISTERS_IN_PLACE
     return _tiles(kernel, variant, schedule) <= held[schedule.threads]
 
@@ -450,7 +394,7 @@ def _triton_flat(leaves: bool) -> Schedule:
 
 
 def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int | None) -> Schedule:
-    if hold != 0 and len(kernel.tiles) == 1 and not has_sums(kernel) and not _in_place(kernel):
+    if hold != 0 and len(kernel.tiles) == 1 and not has_sums(kernel) and not in_place(kernel):
         found = holding(kernel, variant)
         if found is not None:
             return found
@@ -458,7 +402,7 @@ def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int 
     held_too = 3 if has_sums(kernel) else 1
     whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
     chunks: dict[str, int] = {}
-    once = held_too == 1 and _read_once(kernel)
+    once = held_too == 1 and read_once(kernel)
     for axis in sorted(whole, key=lambda a: -whole[a]):
         block = largest_block(kernel, {**whole, **chunks})
         limit = ladders.TRITON_WHOLE if held_too == 1 else ladders.TRITON_SUM_WHOLE
@@ -469,15 +413,15 @@ def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int 
         if held_too > 1 and not chunks and warps_hold_sums(kernel, variant, block):
             return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
-        if _in_place(kernel) and held_too == 1:
+        if in_place(kernel) and held_too == 1:
             most = ladders.TRITON_CHUNK_IN_PLACE[whole[axis]]
         if once:
             most = min(most, ladders.TRITON_ONCE_CHUNK)
         address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
         while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
             most //= 2
-        chunk = max(1, most // ceil_power(_beside(kernel, axis, {**whole, **chunks})))
-        if chunk < whole[axis] and _legal(kernel, {**chunks, axis: chunk}):
+        chunk = max(1, most // ceil_power(beside(kernel, axis, {**whole, **chunks})))
+        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
             chunks[axis] = chunk
     block = largest_block(kernel, {**whole, **chunks})
     short = ladders.TRITON_SHORT_ROWS if held_too == 1 else ladders.TRITON_SUM_SHORT_ROWS
@@ -490,16 +434,16 @@ def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int 
     if chunks and once:
         warps = ladders.TRITON_ONCE_WARPS
     elif chunks and held_too == 1:
-        warps = (ladders.TRITON_WARPS_IN_PLACE if _in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
+        warps = (ladders.TRITON_WARPS_IN_PLACE if in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
     else:
         warps = (ladders.TRITON_WARPS if held_too == 1 else ladders.TRITON_SUM_ROW_WARPS)[block * rows]
         # Of rows that nothing is stored of, as many words a thread as `warps_hold` allows those of a large block.
-        while _stores_rows(kernel) == 0 and warps < ladders.TRITON_LARGE_WARPS:
+        while stores_rows(kernel) == 0 and warps < ladders.TRITON_LARGE_WARPS:
             if warps_hold(kernel, block * rows * ladders.TRITON_LARGE_WARPS // warps):
                 break
             warps *= 2
     name = "looped" if chunks else "row"
-    schedule = Schedule(32 * warps, rows, chunks=_ordered(kernel, chunks), name=name)
+    schedule = Schedule(32 * warps, rows, chunks=ordered(kernel, chunks), name=name)
     if held_too == 1 or chunks:
         return replace(schedule, stages=_chunk_stages(kernel, schedule))
     return replace(schedule, stages=sum_stages(kernel, variant, schedule, capability)) if rows == 1 else schedule

@@ -1,0 +1,82 @@
+"""Rows: what does a program have of one, what does it do with it, and along which indices are there chunks?
+
+Facts of a kernel in normal form, which the choice of a schedule rests on whatever the backend is.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from kgen.codegen.layout import accesses, held
+from kgen.codegen.normalize import statement_axes
+from kgen.codegen.online import pair
+from kgen.codegen.phases import phases
+from kgen.codegen.schedule import Loop, Schedule, ScheduleError
+from kgen.dsl import ir
+
+
+def in_place(kernel: ir.Kernel) -> bool:
+    """Whether a program stores along tile axes only to what it has read."""
+    tiles = {a.name for a in kernel.tiles}
+    stored = [a.tensor.role for a in accesses(kernel) if a.tensor.role != "in" and a.axes & tiles]
+    return bool(stored) and all(role == "inout" for role in stored)
+
+
+def exponentials(kernel: ir.Kernel) -> bool:
+    """Whether a row's sum of exponentials and its maximum would be taken in one pass over chunks."""
+    return any(pair(kernel, a.name) is not kernel for a in kernel.tiles)
+
+
+def stores_rows(kernel: ir.Kernel) -> int:
+    """How many statements store along tile indices, or sum along them."""
+    tiles = {a.name for a in kernel.tiles}
+    return sum(bool(ir.target_symbols(s) & tiles) for s in kernel.body if not isinstance(s, ir.Let))
+
+
+def read_once(kernel: ir.Kernel) -> bool:
+    """Whether one pass over the chunks of a row is all that its elements are for: they need not be held for another."""
+    chunks = tuple((a.name, 1) for a in kernel.tiles)
+    if len(chunks) != 1 or stores_rows(kernel) or exponentials(kernel) or not legal(kernel, dict(chunks)):
+        return False
+    passes = [s for s in phases(kernel, Schedule(32, 1, chunks=chunks)) if isinstance(s, Loop)]
+    return len(passes) == 1
+
+
+def ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """`chunks` as a `Schedule` has them."""
+    return tuple((a.name, chunks[a.name]) for a in kernel.tiles if a.name in chunks)
+
+
+def beside(kernel: ir.Kernel, axis: str, extents: dict[str, int]) -> int:
+    """The most elements that stand beside one element of `axis` in a statement."""
+    return max(
+        (
+            prod(e for a, e in extents.items() if a in axes and a != axis)
+            for axes in map(statement_axes, kernel.body)
+            if axis in axes
+        ),
+        default=1,
+    )
+
+
+def legal(kernel: ir.Kernel, chunks: dict[str, int]) -> bool:
+    """Whether the tile indices that `chunks` names can be taken in chunks."""
+    try:
+        phases(kernel, Schedule(32, 1, chunks=ordered(kernel, chunks)))
+    except ScheduleError:
+        return False
+    return True
+
+
+def whole_row_bytes(kernel: ir.Kernel) -> int:
+    """`row_bytes` of the tile axes as they are."""
+    return row_bytes(kernel, held(kernel, Schedule(32, 1)))
+
+
+def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
+    """Bytes of the tensor that has most in one row: of all its distinct accesses, for `extents` of the tile axes."""
+    found: dict[str, dict[object, int]] = {}
+    for access in accesses(kernel):
+        size = prod(e for a, e in extents.items() if a in access.axes) * access.tensor.dtype.itemsize
+        found.setdefault(access.tensor.name, {})[str(access.at)] = size
+    return max((sum(sizes.values()) for sizes in found.values()), default=0)
