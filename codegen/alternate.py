@@ -22,7 +22,8 @@ def alternated(kernel: ir.Kernel, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         if isinstance(step, Loop):
             loads = {load.tensor for load in _loads(step)}
             again = loads & read.setdefault(step.axis, set())
-            if again and not down.get(step.axis, False) and _any_order(kernel, step):
+            several = step.chunk < kernel.axis(step.axis).extent.constant
+            if again and several and not down.get(step.axis, False) and _any_order(kernel, step):
                 step = replace(step, down=True)
             down[step.axis] = step.down
             read[step.axis] |= loads

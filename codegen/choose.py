@@ -233,6 +233,9 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
         for spread in _clusters(kernel, vector, peeled, several):
             if _fits(kernel, variant, spread) or (several and _room(kernel, variant, spread)):
                 return spread
+    at_once = None if peeled or capability < ladders.POLICIES_SINCE else _at_once(kernel, variant, vector)
+    if at_once is not None:
+        return at_once
     for looped in _looped(kernel, variant, vector, peeled):
         if _fits(kernel, variant, looped):
             return looped
@@ -342,6 +345,20 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
                 yield looped
         if fitting is not None:
             chunks[axis] = fitting
+
+
+def _at_once(kernel: ir.Kernel, variant: Variant, vector: int) -> Schedule | None:
+    """A schedule by which every pass has all of a row at once, and loads it anew: where what is made of the row is
+    stored beside it, and a multiprocessor has room for two programs. The loads of the first pass see to it that L1 has
+    the row for the others (`kgen.codegen.cuda.caching`)."""
+    threads, axis = ladders.LOOP_THREADS[whole_row_bytes(kernel)], kernel.tiles[0]
+    extent = axis.extent.constant
+    if len(kernel.tiles) > 1 or threads < 1024 or extent % (threads * vector) == 0:
+        return None
+    if has_sums(kernel) or in_place(kernel) or not stores_rows(kernel) or not exponentials(kernel):
+        return None
+    at_once = Schedule(threads, 1, vector, ((axis.name, extent),), "looped")
+    return at_once if _tiles(kernel, variant, at_once) <= ladders.AT_ONCE_REGISTERS else None
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def turned(
         if backend == "triton" and chunk < extents[axis] and not power_of_two(chunk):
             # The block would be as large as the next one, and the rest of it idle.
             raise _refused(kernel, f"the chunk of {axis} is {chunk}; Triton's blocks are powers of two")
-    chunks = {a: n for a, n in (dict(schedule.chunks) | dict(knobs.chunks)).items() if n < extents[a]}
+    own = {a: n for a, n in schedule.chunks if a not in dict(knobs.chunks)}
+    chunks = own | {a: n for a, n in knobs.chunks if n < extents[a]}
     cluster = schedule.cluster
     if knobs.cluster is not None:
         cluster = knobs.cluster

@@ -83,6 +83,13 @@ LOOP_SLOTS_IN_PLACE = 8
 LOOP_REGISTERS_IN_PLACE = Ladder(((256, 128), (512, 96), (INF, 37)))
 PASS_REGISTERS = 4
 
+# Rows that each pass has all of at once, and loads anew: registers that a thread of 1024 may fill with tiles, so that
+# two programs fit on a multiprocessor. Softmax 8192x32000, four vectors a thread, takes 1.008 so, 1.019 in chunks of
+# half a row; without loads that the caches give up last 1.215 and 1.10, and 1.30 with the row held. Not of peeled rows,
+# nor of those that fill all slots of all threads, of which no condition keeps the slots apart: NVRTC takes up to 48
+# registers there, where two programs have 32 a thread.
+AT_ONCE_REGISTERS = 20
+
 # Clusters of CTAs, in which a row that one cannot hold is whole. Rows of more bytes than this, of kernels with one
 # reduction: RMSNorm 4096x131072 takes 1.15 in two CTAs of 1024 threads. With more reductions, between which nothing of
 # a row is in flight, chunks are better: cross entropy in place 4096x128256 takes 1.28, and 1.39 in four CTAs.

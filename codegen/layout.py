@@ -127,7 +127,7 @@ def _peeled(kernel: ir.Kernel, schedule: Schedule, peeled: Peel) -> Layout:
     """The layout of a kernel whose only tile axis is peeled."""
     (extent,) = held(kernel, schedule).values()
     vector = min(schedule.vector, peeled.vector)
-    if schedule.chunks:
+    if extent < kernel.axis(peeled.axis).extent.constant:
         vector = min(vector, power_of_two_in(extent))
     threads = schedule.team // schedule.rows
     slots = max(1, -(-(extent // vector) // threads))

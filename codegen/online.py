@@ -87,7 +87,7 @@ def paired(kernel: ir.Kernel, schedule: Schedule) -> ir.Kernel:
     if schedule.held:
         return kernel
     for axis, chunk in schedule.chunks:
-        if chunk < kernel.axis(axis).extent.constant:
+        if chunk <= kernel.axis(axis).extent.constant:
             kernel = pair(kernel, axis)
     return kernel
 

@@ -20,7 +20,7 @@ from kgen.dsl.affine import Poly
 
 def phases(kernel: ir.Kernel, schedule: Schedule) -> tuple[Step, ...]:
     """The steps of `kernel`, which is in normal form. Raises `ScheduleError` where `schedule.chunks` cannot be met."""
-    looped = {axis: chunk for axis, chunk in schedule.chunks if chunk < kernel.axis(axis).extent.constant}
+    looped = {axis: chunk for axis, chunk in schedule.chunks if chunk <= kernel.axis(axis).extent.constant}
     return _Phases(kernel, looped).steps() if looped else (Straight(kernel.body),)
 
 

@@ -200,6 +200,9 @@ def _scheduled(
         capability=capability,
         shares=shares,
     )
+    if backend == "triton":  # its blocks of a whole axis are held
+        several = tuple((a, n) for a, n in schedule.chunks if n < kernel.axis(a).extent.constant)
+        schedule = replace(schedule, chunks=several)
     check_peeled(kernel, variant, schedule)
     # In Triton what a thread has of several rows would be a block of rows and threads.
     if backend == "cuda" or schedule.rows == 1:

@@ -36,7 +36,9 @@ def stores_rows(kernel: ir.Kernel) -> int:
 def read_once(kernel: ir.Kernel) -> bool:
     """Whether one pass over the chunks of a row is all that its elements are for: they need not be held for another."""
     chunks = tuple((a.name, 1) for a in kernel.tiles)
-    if len(chunks) != 1 or stores_rows(kernel) or exponentials(kernel) or not legal(kernel, dict(chunks)):
+    if len(chunks) != 1 or kernel.tiles[0].extent.constant == 1:
+        return False
+    if stores_rows(kernel) or exponentials(kernel) or not legal(kernel, dict(chunks)):
         return False
     passes = [s for s in phases(kernel, Schedule(32, 1, chunks=chunks)) if isinstance(s, Loop)]
     return len(passes) == 1

@@ -5,7 +5,8 @@ The model is the same on both backends:
 * The parallel indices are flattened, last declared fastest, into one *row* index `p` in `0 .. P-1`. A program takes
   `rows` consecutive values of `p` and recovers the indices by division. `rows == 1` is one row a program.
 * A tile axis is *whole* (one program holds all of it at once) or *looped* (`chunks` gives how many elements it
-  takes at a time; values along it are computed again in each pass that needs them).
+  takes at a time; values along it are computed again in each pass that needs them). CUDA: of a chunk as long as the
+  axis every pass has all of it at once, and loads it anew.
 * A kernel without tile axes is *flat*: `rows` is the block of points that a program takes.
 
 CUDA: `threads` a CTA. In a flat kernel every thread takes vectors of `vector` consecutive points. Otherwise
@@ -134,7 +135,7 @@ class Straight:
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass over the chunks of `axis`.
+    """One pass over the chunks of `axis`, or over all of it at once.
 
     `body` is executed for each chunk, in order, from the last to the first where `down`; values along `axis` live only
     inside. A `Let` in it whose value is a `Reduce` over `axis` is an accumulator: it starts at the identity, takes in

@@ -49,8 +49,13 @@ def softmax(role: str = "out") -> ir.Kernel:
 
 
 def test_whole_axes_are_one_straight_step() -> None:
-    assert steps(softmax(), {"N": 8}) == steps(softmax(), {"N": 8}, n=8)
+    assert steps(softmax(), {"N": 8}) == steps(softmax(), {"N": 8}, n=16)
     assert steps(softmax(), {"N": 8})[0] == "once:"
+
+
+def test_a_chunk_as_long_as_its_axis_is_loaded_in_each_pass() -> None:
+    several = steps(softmax(), {"N": 8}, n=4)
+    assert steps(softmax(), {"N": 8}, n=8) == [line.replace("n/4", "n/8") for line in several]
 
 
 def test_one_pass_a_level() -> None:

@@ -78,8 +78,8 @@ def program(c: Call, knobs: Knobs | None = None, capability: int = 90) -> Progra
 
 
 def passes(made: Program) -> list[list[tuple[str, bool]]]:
-    """Of each pass over chunks: the tensors that are loaded in vectors, and whether they are marked."""
-    _, *loops = made.source.split("#pragma unroll 1\n")
+    """Of each pass: the tensors that are loaded in vectors, and whether they are marked."""
+    _, *loops = re.split(r"#pragma unroll 1\n|// All of n at once", made.source)
     load = re.compile(r"= (load_resident\()?(?:\*)?\(const \w+\*\)\((\w+?)(?:_row)? ")
     return [[(m[2], bool(m[1])) for m in load.finditer(text)] for text in loops]
 
@@ -104,13 +104,18 @@ def test_all_passes_but_the_last() -> None:
     [
         ("length", 32000, "one pass"),
         ("shared", 32000, "other programs read the row too"),
-        ("gradient", 32000, "programs loop over rows"),
         ("softmax", 4096, "whole rows"),
     ],
 )
 def test_nothing_to_hold_on_to(kernel: str, n: int, why: str) -> None:
     assert not any(marked for loads in passes(program(question(kernel, n, m=1))) for _, marked in loads), why
     assert "evict_last" not in program(question(kernel, n, m=1), Knobs(ahead=0)).source
+
+
+def test_programs_that_loop_over_rows() -> None:
+    made = program(question("gradient", 8192), Knobs(threads=256, chunks=(("n", 2048),)))
+    first, second = passes(made)
+    assert ("x", False) in first and ("x", False) in second and "load_resident" not in made.source
 
 
 @pytest.mark.parametrize(

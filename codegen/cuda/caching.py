@@ -22,7 +22,7 @@ def read_again(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout) ->
     """The marked loads of each of `steps`, which are those of `scheduled`, by name; none where devices have no policy
     of L2."""
     none = (frozenset[str](),) * len(steps)
-    if scheduled.sums is not None or scheduled.capability < ladders.POLICIES_SINCE:
+    if scheduled.capability < ladders.POLICIES_SINCE:
         return none
     own = [_own_rows(scheduled.kernel, step) if isinstance(step, Loop) else {} for step in steps]
     marked = [
@@ -36,7 +36,8 @@ def read_again(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout) ->
 
 
 def _own_rows(kernel: ir.Kernel, step: Loop) -> dict[str, ir.Load]:
-    """The loads of a pass along its axis with every row index: most often of what no other program reads."""
+    """The loads of a pass along its axis with every row index: most often of what no other program reads. There are
+    none where programs loop over rows, as which of them a program takes is an index too."""
     rows = {a.name for a in kernel.parallel}
     loads = {s.name: s.value for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
     return {n: e for n, e in loads.items() if rows | {step.axis} <= ir.subscript_symbols(e.at)}

@@ -95,7 +95,8 @@ class Context:
         self.edges: dict[str, Holder] = {}
         self.frame = Frame(frozenset())
         self.visible: list[set[str]] = [set()]  # constants defined in the enclosing blocks
-        self.loop: tuple[str, str] | None = None  # axis and chunk variable of the loop around
+        # The pass around: its axis, and the variable of its chunk; None where it has all of the axis at once.
+        self.loop: tuple[str, str | None] | None = None
         self.loop_symbols: set[str] = set()  # indices that the body of that loop must define
         self.prologue: set[str] = set()  # names that the prologue must define
         self.in_range: dict[str, str] = {}  # condition of a gather: the constant that holds it

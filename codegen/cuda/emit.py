@@ -163,15 +163,18 @@ class _Emitter:
         if peeled:
             self._edge_loads(step, escaping, accumulators)
         ctx.lines.gap()
-        chunk = ctx.temporary(f"{step.axis}_chunk")
-        ctx.loop, ctx.loop_symbols = (step.axis, chunk), set()
+        several = step.chunk < ctx.kernel.axis(step.axis).extent.constant
+        ctx.loop, ctx.loop_symbols = (step.axis, ctx.temporary(f"{step.axis}_chunk") if several else None), set()
         outside = dict(ctx.holders)
         ctx.lines.span = None
         if step.down:
             ctx.lines.add("// From the last chunk back: what was read last is still in the caches.")
-        # The vectors of one chunk are the loads in flight; NVRTC unrolls short loops whole, until registers spill.
-        ctx.lines.add("#pragma unroll 1")
-        with ctx.block(indices.chunks(ctx, step)):
+        if several:
+            # The vectors of one chunk are the loads in flight; NVRTC unrolls short loops whole, until registers spill.
+            ctx.lines.add("#pragma unroll 1")
+        else:
+            ctx.lines.add(f"// All of {step.axis} at once{', to be read again' if ctx.staying else ''}.")
+        with ctx.block(indices.chunks(ctx, step) if several else ""):
             with ctx.capture() as inner:
                 if self._body(step.body, escaping, accumulators):
                     ctx.barrier()  # the slots are written again in the next pass

@@ -29,7 +29,7 @@ def masks(ctx: Context, space: Space) -> list[str]:
         if ctx.at_edge and a.peel is not None:
             out.append(at_edge(ctx))
             continue
-        if ctx.loop is not None and ctx.loop[0] == a.name:
+        if ctx.loop is not None and ctx.loop[0] == a.name and ctx.loop[1] is not None:
             if reach > a.extent:
                 out.append(f"{ctx.base(a.name)} < {ctx.loop[1]} + {ctx.chunk_constant(a.name)}")
             if a.peel is not None:
@@ -174,7 +174,7 @@ def _position(ctx: Context, a: AxisLayout) -> CExpr:
 
 def _tile_index(ctx: Context, a: AxisLayout) -> CExpr:
     position = _position(ctx, a)
-    if ctx.loop is not None and ctx.loop[0] == a.name:
+    if ctx.loop is not None and ctx.loop[0] == a.name and ctx.loop[1] is not None:
         first = CExpr(ctx.loop[1], "int")
     elif a.peel is not None and a.peel.lead is not None:
         first = CExpr(ctx.peeled("head"), "int")

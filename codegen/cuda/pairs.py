@@ -75,7 +75,7 @@ def paired(ctx: Context, let: ir.Let, acc: Accumulator, lane_axis: str | None) -
     values one by one."""
     e = let.value
     assert isinstance(e, ir.Reduce)  # the caller looked
-    if ctx.at_edge or ctx.scheduled.capability < SINCE or e.kind not in ("max", "min") or lane_axis not in e.over:
+    if ctx.scheduled.capability < SINCE or e.kind not in ("max", "min") or lane_axis not in e.over:
         return None
     values = ctx.holders.get(e.arg.name) if isinstance(e.arg, ir.Ref) else None
     if values is None or values.pack is None or values.pack.dtype not in (F16, BF16) or values.in_range is not None:

@@ -93,8 +93,9 @@ def rescale(ctx: Context, acc: Accumulator) -> None:
     assert isinstance(acc.reduce, Partial) and acc.reduce.shift is not None  # as `against` says
     shift = ctx.ref(acc.reduce.shift)
     before = binary("-", CExpr(str(acc.against), acc.holder.type), shift)
-    ctx.lines.add("// the sum so far, against the maximum as it is now")
-    ctx.lines.add(f"{acc.holder.name} *= {exponential(before, acc.dtype, ctx)};")
+    if ctx.loop is None or ctx.loop[1] is not None:  # else nothing is summed yet
+        ctx.lines.add("// the sum so far, against the maximum as it is now")
+        ctx.lines.add(f"{acc.holder.name} *= {exponential(before, acc.dtype, ctx)};")
     ctx.lines.add(f"{acc.against} = {shift};")
 
 
