@@ -205,7 +205,7 @@ def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
     s = default.schedule
     if s.held:
         yield Knobs(hold=0)
-    for threads, each in product((1024, 512), (4, 8, 16)):
+    for threads, each in product((1024, 512, 256), (4, 8, 16)):
         for chunks in _chunkings(default, [threads * each]):
             yield Knobs(threads=threads, rows=1, chunks=chunks, hold=1)
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
