@@ -313,6 +313,10 @@ def _builder() -> Any:
                 data = data.view(np.dtype(f"u{data.dtype.itemsize}"))
             return self.cast_impl(TensorHandle(data, src.dtype), dst_type)
 
+        def create_splat(self, ret_ty: Any, arg: Any) -> Any:
+            # Of a comparison the base class gives the type of what was compared; what it has computed are booleans.
+            return TensorHandle(np.full(ret_ty.shape, arg.data.flat[0], arg.data.dtype), arg.dtype.scalar)
+
         def create_fma(self, x: Any, y: Any, z: Any) -> Any:
             # Rounded once: the product of two f32 is exact in f64. Of two f64 it is not.
             exact = x.data.astype(np.float64) * y.data + z.data
