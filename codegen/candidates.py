@@ -28,7 +28,7 @@ from kgen.codegen.pipeline import (
     schedule_prepared,
 )
 from kgen.codegen.registers import tile_registers
-from kgen.codegen.schedule import Loop, Schedule, Scheduled, ScheduleError
+from kgen.codegen.schedule import Element, Loop, Schedule, Scheduled, ScheduleError, usual
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import tile_words
 from kgen.dsl import ir
@@ -351,7 +351,9 @@ def _traffic(s: Scheduled, row: Mapping[str, int]) -> tuple[float, float]:
 
     moved = in_flight = 0.0
     seen: set[str] = set()
-    for step in s.steps:
+    for step in usual(s.steps):
+        if isinstance(step, Element):
+            continue
         flying = 0.0
         extents = {**whole, step.axis: part[step.axis]} if isinstance(step, Loop) else whole
         for statement in step.body:

@@ -28,6 +28,12 @@ def narrow(kernel: ir.Kernel) -> ir.Kernel:
 class Label(ir.Cast):
     """A label that this pass has narrowed: an index of its axis, or -1."""
 
+    @property
+    def wide(self) -> ir.Expr:
+        """The value that it was made of, which is the same where it is an index."""
+        assert isinstance(self.arg, ir.Op)  # as `_Narrower` makes it
+        return self.arg.args[1]
+
 
 class _Narrower:
     def __init__(self, kernel: ir.Kernel) -> None:

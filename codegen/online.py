@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kgen.codegen.names import fresh, taken_names
-from kgen.codegen.phases import below, phases, refs
+from kgen.codegen.phases import below, live, phases
 from kgen.codegen.schedule import Finish, Loop, Partial, Schedule, Step, Straight
 from kgen.dsl import ir
 from kgen.dsl.dtypes import F64, DType
@@ -115,7 +115,7 @@ def pair(kernel: ir.Kernel, axis: str) -> ir.Kernel:
         peak = _clamped(ir.Ref(found.top, e.dtype, e.axes, s.span))
         args = (whole, _exp_less(peak, found.by))
         body.append(replace(s, value=_Total("mul", args, e.dtype, e.axes, e.span, whole.name, found.by)))
-    return replace(kernel, body=_live(body)) if own else kernel
+    return replace(kernel, body=live(body)) if own else kernel
 
 
 def _summed(s: ir.Let, lets: Mapping[str, ir.Expr]) -> Shifted | None:
@@ -127,17 +127,6 @@ def _summed(s: ir.Let, lets: Mapping[str, ir.Expr]) -> Shifted | None:
     top = None if found is None else lets[found.top]
     fits = isinstance(top, ir.Reduce) and frozenset(top.over) == frozenset(e.over) and top.axes == e.axes
     return found if fits else None
-
-
-def _live(body: list[ir.Stmt]) -> tuple[ir.Stmt, ...]:
-    """`body` without the `Let`s that nothing uses."""
-    out: list[ir.Stmt] = []
-    used = set[str]()
-    for s in reversed(body):
-        if not isinstance(s, ir.Let) or s.name in used:
-            out.append(s)
-            used |= refs(s.value)
-    return tuple(reversed(out))
 
 
 # ---- in a schedule -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Does not choose what is looped (`kgen.codegen.choose`); refuses what cannot be.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kgen.codegen.normalize import statement_axes
@@ -175,6 +175,17 @@ def _loads(s: ir.Stmt, tensor: str) -> bool:
 def refs(e: ir.Expr) -> frozenset[str]:
     """The names that `e` uses."""
     return frozenset(n.name for n in ir.walk(e) if isinstance(n, ir.Ref))
+
+
+def live(body: Sequence[ir.Stmt], used: Iterable[str] = ()) -> tuple[ir.Stmt, ...]:
+    """`body` without the `Let`s that nothing in it uses, nor is among `used`."""
+    out: list[ir.Stmt] = []
+    wanted = set(used)
+    for s in reversed(body):
+        if not isinstance(s, ir.Let) or s.name in wanted:
+            out.append(s)
+            wanted |= refs(s.value)
+    return tuple(reversed(out))
 
 
 def below(e: ir.Expr, lets: Mapping[str, ir.Expr]) -> set[str]:

@@ -15,6 +15,7 @@ from kgen.codegen.hold import held_loads
 from kgen.codegen.idle import idle
 from kgen.codegen.kept import kept
 from kgen.codegen.knobs import Knobs, check, check_peeled, written
+from kgen.codegen.labelled import labels_apart
 from kgen.codegen.late import weights_late
 from kgen.codegen.layout import digits
 from kgen.codegen.narrow import narrow
@@ -23,6 +24,7 @@ from kgen.codegen.online import paired, steps_of
 from kgen.codegen.overwrite import barriers
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, ahead_of_rows, spill_looped, stages, stages_by_elements
+from kgen.codegen.unswitch import unswitched
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import tight
 from kgen.dsl import ir
@@ -228,6 +230,8 @@ def _scheduled(
         steps = alternated(kernel, steps)
     if leaves is not None:
         steps = leaves.steps(steps)
+    if sums is None and not held:
+        kernel, steps = labels_apart(kernel, schedule, unswitched(kernel, schedule, steps))
     overwritten = barriers(kernel, digits(kernel, variant))
     # Triton makes of it what the device has.
     policies = backend == "triton" or capability >= ladders.POLICIES_SINCE

@@ -7,7 +7,7 @@ from kgen.codegen.layout import Layout
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.phases import refs
-from kgen.codegen.schedule import Loop, Step
+from kgen.codegen.schedule import Loop, Step, usual
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
@@ -35,6 +35,7 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
     where rows are peeled; a value that is used once is taken to be computed where it is used. The last use of a value
     makes room for what is made of it.
     """
+    steps = usual(steps)
     used: dict[str, int] = {}
     for s in {id(s): s for step in steps for s in step.body}.values():
         for name in refs(s.value):
@@ -100,7 +101,7 @@ def _waiting(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: 
     `kgen.codegen.cuda.plan`)."""
     parallel = {a.name for a in kernel.parallel}
     out = set[str]()
-    for step in steps:
+    for step in usual(steps):
         lets = (s for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load))
         loads = {s.name: s for s in lets if not ir.children(s.value)}
         words = sum(_registers(kernel, variant, s, lay, 1) for s in loads.values())

@@ -157,7 +157,59 @@ class Leave:
     body: tuple[ir.Stmt, ...] = ()
 
 
-Step = Straight | Loop | Leave
+@dataclass(frozen=True)
+class Choice:
+    """`yes` where `condition` holds, which is the same in the whole program, else `no`. Nothing that they make is used
+    behind them."""
+
+    condition: ir.Expr
+    yes: tuple[Step, ...]
+    no: tuple[Step, ...]
+
+    @property
+    def body(self) -> tuple[ir.Stmt, ...]:
+        """The statements of both."""
+        return tuple(s for step in (*self.yes, *self.no) for s in step.body)
+
+
+@dataclass(frozen=True)
+class Element:
+    """Behind a pass along `axis`: `body`, once, with `label` for the index `axis`; not at all where that is -1.
+
+    The label is the same in the whole program. The axis stands in `body` as a subscript of stores alone, whose elements
+    other threads have just stored: the emitters put a barrier in front.
+    """
+
+    axis: str
+    label: ir.Ref
+    body: tuple[ir.Stmt, ...]
+
+
+Step = Straight | Loop | Leave | Choice | Element
+
+
+def decided_by(step: Step) -> tuple[ir.Expr, ...]:
+    """What `step` evaluates beside the values of its statements."""
+    match step:
+        case Leave():
+            return (step.condition,)
+        case Element():
+            return (step.label,)
+        case Choice():
+            return (step.condition, *(e for inner in (*step.yes, *step.no) for e in decided_by(inner)))
+        case _:
+            return ()
+
+
+def usual(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps of a program that takes, of each choice, the branch with more to do."""
+    out: list[Step] = []
+    for step in steps:
+        if isinstance(step, Choice):
+            out += usual(max(step.yes, step.no, key=lambda branch: sum(len(inner.body) for inner in branch)))
+        else:
+            out.append(step)
+    return tuple(out)
 
 
 @dataclass(frozen=True)

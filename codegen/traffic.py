@@ -16,7 +16,7 @@ from kgen.codegen.cost import Graph
 from kgen.codegen.hold import from_memory
 from kgen.codegen.layout import held
 from kgen.codegen.operations import DIVISION, SPECIAL, Instructions
-from kgen.codegen.schedule import Loop, Scheduled
+from kgen.codegen.schedule import Element, Loop, Scheduled, usual
 from kgen.dsl import ir
 
 
@@ -86,6 +86,7 @@ def traffic(scheduled: Scheduled, dims: Mapping[str, int]) -> tuple[Launch, ...]
 class _Counter:
     def __init__(self, scheduled: Scheduled, dims: Mapping[str, int]) -> None:
         self.s = scheduled
+        self.steps = usual(scheduled.steps)
         self.kernel = scheduled.kernel
         self.dims = dims
         self.extents = {a.name: max(0, a.extent.evaluate(dims)) for a in self.kernel.axes}
@@ -129,7 +130,7 @@ class _Counter:
         read: dict[str, int] = {}
         passes: dict[str, int] = {}
         written: dict[str, int] = {}
-        for step, made in from_memory(self.s.steps, self.s.held):
+        for step, made in from_memory(self.steps, self.s.held):
             loads = [s.value for s in made if isinstance(s.value, ir.Load)]
             # A single element of a row that is gathered beside it is no pass over the row.
             for tensor in {e.tensor for e in loads if e.axes & self.tiles or not self.tiles}:
@@ -140,7 +141,8 @@ class _Counter:
             for s in step.body:
                 if not isinstance(s, ir.Let):
                     size = self.kernel.tensor(s.tensor).dtype.itemsize
-                    written[s.tensor] = written.get(s.tensor, 0) + self._stored(s) * size
+                    stored = self.rows if isinstance(step, Element) else self._stored(s)
+                    written[s.tensor] = written.get(s.tensor, 0) + stored * size
         for t in self.kernel.tensors:
             if t.name in read or t.name in written:
                 size = t.dtype.itemsize * prod(p.evaluate(self.dims) for p in t.shape)
@@ -157,7 +159,7 @@ class _Counter:
 
     def _in_flight(self) -> int:
         best = (0, 0)
-        for step, loads in from_memory(self.s.steps, self.s.held):
+        for step, loads in from_memory(self.steps, self.s.held):
             asked, names, made = 0, set[str](), {s.name for s in loads}
             for s in step.body:
                 used = {e.name for e in ir.walk(s.value) if isinstance(e, ir.Ref)}
@@ -183,7 +185,7 @@ class _Counter:
     # -- arithmetic ----------------------------------------------------------------------------------------------
     def _instructions(self) -> Instructions:
         special = f32 = 0
-        for step in self.s.steps:
+        for step in self.steps:
             for what, fn, axes, _, fused in Graph.of(self.kernel, step.body).operations():
                 often = self._computed(axes)
                 own = _cost_of(what, fn)

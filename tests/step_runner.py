@@ -9,18 +9,21 @@ import torch
 
 from kgen.codegen.execute import ScalarValue
 from kgen.codegen.interpret import Interpreter, reduce_tensor
-from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled
+from kgen.codegen.schedule import Choice, Element, Finish, Leave, Loop, Partial, Scheduled, Step
 from kgen.codegen.space import blocks
 from kgen.dsl import ir
 
 
 class StepRunner(Interpreter):
-    """All programs at once. An `inout` tensor is one piece of memory: a load after a store sees what was stored."""
+    """All programs at once, or one by one where they choose. An `inout` tensor is one piece of memory: a load after a
+    store sees what was stored."""
 
     def __init__(
         self, scheduled: Scheduled, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, ScalarValue]
     ) -> None:
-        super().__init__(scheduled.kernel, tensors, scalars, exact=True, max_elements=1 << 40)
+        # A choice is made for each row.
+        chooses = any(isinstance(step, Choice | Element) for step in scheduled.steps)
+        super().__init__(scheduled.kernel, tensors, scalars, exact=True, max_elements=1 if chooses else 1 << 40)
         self.steps = scheduled.steps
         for t in self.outputs:
             if t.role == "inout":
@@ -29,15 +32,33 @@ class StepRunner(Interpreter):
     def run(self) -> None:
         for block in blocks(self.kernel, self.dims, self.device, self.max_elements):
             self.block, self.env = block, {}
-            for step in self.steps:
-                if isinstance(step, Leave):
-                    if bool(self.eval(step.condition).all()):
-                        break
-                elif isinstance(step, Loop):
-                    self._loop(step)
-                else:
-                    for s in step.body:
-                        self._statement(s)
+            self._steps(self.steps)
+
+    def _steps(self, steps: tuple[Step, ...]) -> None:
+        for step in steps:
+            if isinstance(step, Leave):
+                if bool(self.eval(step.condition).all()):
+                    break
+            elif isinstance(step, Choice):
+                outside = dict(self.env)
+                self._steps(step.yes if self.eval(step.condition).item() else step.no)
+                self.env = outside
+            elif isinstance(step, Element):
+                self._element(step)
+            elif isinstance(step, Loop):
+                self._loop(step)
+            else:
+                for s in step.body:
+                    self._statement(s)
+
+    def _element(self, step: Element) -> None:
+        label, whole = int(self.eval(step.label).item()), self.block
+        if label >= 0:
+            at = whole.position(step.axis)
+            self.block = replace(whole, ranges=(*whole.ranges[:at], (label, label + 1), *whole.ranges[at + 1 :]))
+            for s in step.body:
+                self._statement(s)
+            self.block = whole
 
     def loaded(self, e: ir.Load, v: torch.Tensor, subscripts: list[torch.Tensor]) -> torch.Tensor:
         return v.clone()

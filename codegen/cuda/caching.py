@@ -14,7 +14,7 @@ from kgen.codegen import ladders
 from kgen.codegen.layout import Layout
 from kgen.codegen.machines import architecture
 from kgen.codegen.registers import tile_registers
-from kgen.codegen.schedule import Loop, Scheduled, Step
+from kgen.codegen.schedule import Choice, Loop, Scheduled, Step
 from kgen.dsl import ir
 
 
@@ -24,7 +24,7 @@ def read_again(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout) ->
     none = (frozenset[str](),) * len(steps)
     if scheduled.capability < ladders.POLICIES_SINCE:
         return none
-    own = [_own_rows(scheduled.kernel, step) if isinstance(step, Loop) else {} for step in steps]
+    own = [_own_rows(scheduled.kernel, step) for step in steps]
     marked = [
         {name: load for name, load in loads.items() if any(_reads(later, load) for later in own[i + 1 :])}
         for i, loads in enumerate(own)
@@ -35,9 +35,13 @@ def read_again(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout) ->
     return tuple(frozenset(loads) for loads in marked)
 
 
-def _own_rows(kernel: ir.Kernel, step: Loop) -> dict[str, ir.Load]:
-    """The loads of a pass along its axis with every row index: most often of what no other program reads. There are
-    none where programs loop over rows, as which of them a program takes is an index too."""
+def _own_rows(kernel: ir.Kernel, step: Step) -> dict[str, ir.Load]:
+    """The loads of a pass, or a choice of passes, along its axis with every row index: most often of what no other
+    program reads. There are none where programs loop over rows, as which of them a program takes is an index too."""
+    if isinstance(step, Choice):
+        return {n: e for inner in (*step.yes, *step.no) for n, e in _own_rows(kernel, inner).items()}
+    if not isinstance(step, Loop):
+        return {}
     rows = {a.name for a in kernel.parallel}
     loads = {s.name: s.value for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
     return {n: e for n, e in loads.items() if rows | {step.axis} <= ir.subscript_symbols(e.at)}

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from kgen.codegen import ladders
 from kgen.codegen.abi import kernel_args
 from kgen.codegen.cuda.expr import polynomial
-from kgen.codegen.cuda.hoist import hoist
 from kgen.codegen.cuda.plan import Space
 from kgen.codegen.cuda.prelude import Pack
 from kgen.codegen.cuda.reserved import RESERVED
 from kgen.codegen.cuda.text import MUL, CExpr, Lines, binary, cast, compute_type, integer
+from kgen.codegen.hoist import hoist
 from kgen.codegen.layout import AxisLayout, layout_of
 from kgen.codegen.names import Names
 from kgen.codegen.narrow import Label

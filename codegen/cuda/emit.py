@@ -12,6 +12,7 @@ from functools import partial
 
 from kgen.codegen.cuda import caching, indices
 from kgen.codegen.cuda.context import Context, Holder
+from kgen.codegen.cuda.element import emit_element
 from kgen.codegen.cuda.expr import expression
 from kgen.codegen.cuda.memory import kept_policy, storage_type
 from kgen.codegen.cuda.nests import NestEmitter
@@ -25,7 +26,7 @@ from kgen.codegen.origins import file_name
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.registers import sum_registers
-from kgen.codegen.schedule import Leave, Loop, Partial, Scheduled, Step, Straight
+from kgen.codegen.schedule import Choice, Element, Leave, Loop, Partial, Scheduled, Step, Straight, decided_by
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
@@ -127,28 +128,50 @@ class _Emitter:
         for i, step in enumerate(self.steps):
             if (isinstance(step, Straight) and step.once) == once:
                 self.ctx.staying = self.staying[i]
-                self._step(step, self._escaping(i))
+                self._step(step, self._escaping(step, self.steps[i + 1 :]))
 
     def _stores(self, stores: tuple[ir.Stmt, ...]) -> None:
         """Statements behind the loop of a sum over programs."""
         self._body(stores, set(), {})
 
-    def _escaping(self, i: int) -> set[str]:
-        """Values that step `i` makes and later steps use."""
-        made = {s.name for s in self.steps[i].body if isinstance(s, ir.Let)}
+    def _escaping(self, step: Step, later: tuple[Step, ...]) -> set[str]:
+        """Values that `step` makes and `later` steps use."""
+        made = {s.name for s in step.body if isinstance(s, ir.Let)}
         used = set[str]()
-        for later in self.steps[i + 1 :]:
-            own = {s.name for s in later.body if isinstance(s, ir.Let)}
-            used |= {n for s in later.body for n in refs(s.value)} - own
-            if isinstance(later, Leave):
-                used |= refs(later.condition)
+        for other in later:
+            own = {s.name for s in other.body if isinstance(s, ir.Let)}
+            used |= {n for s in other.body for n in refs(s.value)} - own
+            used |= {n for e in decided_by(other) for n in refs(e)}
         return made & used
+
+    def _choice(self, step: Choice) -> None:
+        """One of two ways, which all threads of the program take together."""
+        ctx = self.ctx
+        ctx.lines.gap()
+        ctx.lines.comment(step.condition.span)
+        outside, unsynced, behind = dict(ctx.holders), set(ctx.unsynced), set[str]()
+        condition = expression(step.condition, ctx)
+        for head, steps in ((f"if ({condition})", step.yes), ("} else", step.no)):
+            ctx.holders, ctx.unsynced = dict(outside), set(unsynced)
+            if steps is step.no:
+                ctx.lines.items.pop()  # the brace that the head has
+            with ctx.block(head):
+                for i, inner in enumerate(steps):
+                    self._step(inner, self._escaping(inner, steps[i + 1 :]))
+            behind |= ctx.unsynced
+        ctx.holders, ctx.unsynced = outside, behind
 
     def _step(self, step: Step, escaping: set[str]) -> None:
         ctx = self.ctx
         if isinstance(step, Leave):
             ctx.lines.span = step.condition.span
             ctx.lines.add(f"if ({expression(step.condition, ctx)}) return;  // what is stored is there already")
+            return
+        if isinstance(step, Choice):
+            self._choice(step)
+            return
+        if isinstance(step, Element):
+            emit_element(ctx, step)
             return
         if not isinstance(step, Loop):
             self._body(step.body, escaping, {})

@@ -72,6 +72,14 @@ def address(ctx: Context, tensor: ir.Tensor, at: At, gathered: dict[int, CExpr],
     return Address(row_pointer(ctx, tensor, outer), inner)
 
 
+def element_at(ctx: Context, tensor: ir.Tensor, at: tuple[Poly, ...], axis: str, index: CExpr) -> Address:
+    """The address of `tensor[at...]` with `index`, which no tile index moves, for the subscript that is `axis`."""
+    i = at.index(Poly.sym(axis))
+    outer = outer_part(ctx, tensor, (*at[:i], Poly.const(0), *at[i + 1 :]), {})
+    base = ctx.names[tensor.name] if outer is None else row_pointer(ctx, tensor, outer)
+    return Address(base, _times_stride(ctx, tensor, i, index))
+
+
 def row_pointer(ctx: Context, tensor: ir.Tensor, outer: CExpr) -> str:
     """The prologue's pointer to `tensor + outer`."""
     key = (tensor.name, outer.text)

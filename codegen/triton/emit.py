@@ -11,7 +11,7 @@ from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
 from kgen.codegen.origins import cited
 from kgen.codegen.program import Arg, Program, Stage
-from kgen.codegen.schedule import Finish, Leave, Loop, Partial, Scheduled, Step, Straight, Sums
+from kgen.codegen.schedule import Choice, Element, Finish, Leave, Loop, Partial, Scheduled, Step, Straight, Sums
 from kgen.codegen.templating import render
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.caching import given_up_last
@@ -197,12 +197,50 @@ class _Emitter:
                     _Line(f"if {condition}:  # what is stored is there already", step.condition.span),
                     _Line("    return", step.condition.span),
                 ]
+            elif isinstance(step, Choice):
+                lines += self._choice(step)
+            elif isinstance(step, Element):
+                lines += self._element(step, lanes)
             elif isinstance(step, Loop):
                 lines += self._loop(step, lanes)
             else:
                 for s in step.body:
                     lines += self._statement(s, lanes)
         return lines
+
+    def _choice(self, step: Choice) -> list[_Line]:
+        """One of two ways."""
+        made = {s.name for s in step.body if isinstance(s, ir.Let)}
+        before: list[_Line] = []
+        for s in step.body:
+            # One barrier is enough where neither of them loads what other threads overwrite.
+            if not isinstance(s, ir.Let) and not self.shared_loads.get(s.tensor, set()) & made:
+                before += self._barrier(s)
+        span = step.condition.span
+        before += self._comment(span)
+        stored, behind = self.stored, set[str]()
+        for head, steps in ((f"if {self.expressions.value(step.condition).text}:", step.yes), ("else:", step.no)):
+            self.stored, self.said = set(stored), None
+            inside = self._steps(steps)
+            before += [_Line(head, span), *(_Line(f"    {s.text}" if s.text else "", s.span) for s in inside)]
+            behind |= self.stored
+        self.stored, self.said = behind, None
+        return before
+
+    def _element(self, step: Element, lanes: MaskedLanes) -> list[_Line]:
+        """The element of a row's label, which is stored behind the pass over the row."""
+        self.said = None
+        out = [
+            _Line("# The element of the label, which the pass has stored as any other."),
+            _Line("tl.debug_barrier()"),
+        ]
+        for s in step.body:
+            if isinstance(s, ir.Store):
+                lines = self.memory.store_element(s, step.axis, step.label)
+                out += [*self._comment(s.span), *(_Line(t, s.span) for t in lines)]
+            else:
+                out += self._statement(s, lanes)
+        return out
 
     def _sum_body(self, sums: Sums) -> list[_Line]:
         """The loop over a program's share of the rows, with blocks of sums around it."""
@@ -345,17 +383,19 @@ class _Emitter:
             counter = self.names.fresh(f"{self.names[step.axis]}_done")
             remark = "# from the last chunk back: what was read last is still in the cache"
             inside.insert(0, _Line(f"{start} = {last} - {counter}  {remark}", header))
+        loads = any(isinstance(s.value, ir.Load) for s in step.body)
         return [
             *before,
-            _Line(f"for {counter} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}')}:", header),
+            _Line(f"for {counter} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', loads)}:", header),
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
         ]
 
-    def _chunks(self, bounds: str) -> str:
+    def _chunks(self, bounds: str, loads: bool) -> str:
         # What is held is found by the number of the chunk, which must be known: such a pass is unrolled.
         unrolled = f"tl.static_range({bounds})"
-        return unrolled if self.scheduled.held else loop_range(bounds, self.scheduled.schedule.stages)
+        stages = self.scheduled.schedule.stages if loads else 1
+        return unrolled if self.scheduled.held else loop_range(bounds, stages)
 
     def _running(self, name: str, e: Partial, step: Loop, lanes: MaskedLanes) -> tuple[Running, list[str]]:
         """A partial reduction of a loop, and the statements that take in a chunk."""

@@ -126,6 +126,18 @@ class Memory:
             arguments.append('cache_modifier=".cs"')
         return _call_lines("tl.store(", arguments, ")")
 
+    def store_element(self, s: ir.Store, axis: str, label: ir.Expr) -> list[str]:
+        """The lines that store one element: that with `label`, an index or -1, which is none, for the subscript
+        `axis`."""
+        tensor, i = self.kernel.tensor(s.tensor), s.at.index(Poly.sym(axis))
+        row = self._pointer(tensor, self._offset(tensor, (*s.at[:i], Poly.const(0), *s.at[i + 1 :])))
+        index = self.value(label)
+        place = self._sum([row, self._times(index, self.args.stride.get((tensor.name, i, 0)))])
+        value = self.value(s.value).text
+        text = value if value.literal else stored(value, s.value.dtype, tensor.dtype)
+        there = binary(">=", index.text, literal(0))
+        return _call_lines("tl.store(", [str(place.text), str(text), f"mask={there}"], ")")
+
     # -- addresses -----------------------------------------------------------------------------------------------
     def _pointer(self, tensor: ir.Tensor, offset: _Offset) -> Value:
         start = Value(Text(self.args.pointer[tensor.name]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 
-from kgen.codegen.schedule import Leave, Loop, Scheduled, Straight
+from kgen.codegen.schedule import Choice, Element, Leave, Loop, Scheduled, Step, Straight
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.source import Span
@@ -73,19 +73,37 @@ def scheduled_text(scheduled: Scheduled) -> str:
     if scheduled.sums is not None and scheduled.sums.down:
         out.append(f"# {', '.join(scheduled.sums.over)} from the last to the first")
     out += [*declarations(scheduled.kernel), ""]
-    for step in scheduled.steps:
-        if isinstance(step, Loop):
-            out.append(f"for {step.axis} in chunks of {step.chunk}:")
-            out += [f"    {line}" for line in _aligned(step.body)]
-        elif isinstance(step, Straight) and step.once:
-            out += ["once, for all rows:", *(f"    {line}" for line in _aligned(step.body))]
-        elif isinstance(step, Leave):
-            out.append(f"leave if {expr_text(step.condition)}")
-        else:
-            out += _aligned(step.body)
+    out += _steps(scheduled.steps)
     out += [f"# {name} is to stay in L2" for name in sorted(scheduled.kept)]
     out += [f"# barrier before the first store to {t}" for t in sorted(scheduled.barriers)]
     return "\n".join(out)
+
+
+def _steps(steps: Iterable[Step]) -> Iterator[str]:
+    for step in steps:
+        match step:
+            case Choice():
+                yield f"if {expr_text(step.condition)}:"
+                yield from _indented(_steps(step.yes))
+                yield "else:"
+                yield from _indented(_steps(step.no))
+            case Loop():
+                yield f"for {step.axis} in chunks of {step.chunk}:"
+                yield from _indented(_aligned(step.body))
+            case Element():
+                yield f"at {step.axis} = {expr_text(step.label)}, unless that is -1:"
+                yield from _indented(_aligned(step.body))
+            case Straight(once=True):
+                yield "once, for all rows:"
+                yield from _indented(_aligned(step.body))
+            case Leave():
+                yield f"leave if {expr_text(step.condition)}"
+            case _:
+                yield from _aligned(step.body)
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"    {line}" for line in lines)
 
 
 def declarations(kernel: ir.Kernel) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kgen.codegen.names import fresh
 from kgen.codegen.phases import statement_axes
-from kgen.codegen.schedule import Loop, Step, Straight
+from kgen.codegen.schedule import Choice, Element, Loop, Step, Straight
 from kgen.dsl import ir
 from kgen.dsl.source import Span
 
@@ -22,6 +22,12 @@ def hoist(steps: tuple[Step, ...], grain: Grain, taken: set[str]) -> tuple[Step,
     """`steps` with such subexpressions named. `taken`: names not to use; the new ones are added."""
     out: list[Step] = []
     for step in steps:
+        if isinstance(step, Choice):
+            out.append(replace(step, yes=hoist(step.yes, grain, taken), no=hoist(step.no, grain, taken)))
+            continue
+        if isinstance(step, Element):  # once a row as it is
+            out.append(step)
+            continue
         body: list[ir.Stmt] = []
         before: list[ir.Stmt] = []
         for s in step.body:
