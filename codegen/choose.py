@@ -42,7 +42,7 @@ from kgen.codegen.rows import (
 from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.variant import Variant
-from kgen.codegen.words import largest_block, row_words, tight, warps_hold, warps_hold_sums
+from kgen.codegen.words import largest_block, row_words, small_threads_hold, tight, warps_hold, warps_hold_sums
 from kgen.dsl import ir
 
 _CLUSTERS_SINCE = 90  # compute capability
@@ -431,9 +431,11 @@ def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int 
             return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
         most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
         if in_place(kernel) and held_too == 1:
-            most = ladders.TRITON_CHUNK_IN_PLACE[whole[axis]]
+            most = ladders.TRITON_CHUNK_IN_PLACE[kernel.axis(axis).extent.constant]
         if once:
             most = min(most, ladders.TRITON_ONCE_CHUNK)
+        if most > ladders.TRITON_CHUNK and not small_threads_hold(kernel, most):
+            most = ladders.TRITON_CHUNK
         address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
         while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
             most //= 2

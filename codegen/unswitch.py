@@ -6,8 +6,8 @@ becomes a choice of two, each with what it needs: one that stores `a`, and one t
 Only passes over chunks, where a program has one row. They exponentiate each element twice, and are bound by their
 instructions: as multiples of a copy of the same bytes, the cross entropy in place of 4096x128256, with the element of
 its label apart (`kgen.codegen.labelled`), takes 1.17 on 32 warps of Triton so and 1.25 before. Rows that a program
-holds, whole or in chunks, wait for memory, and their registers would have to do for both passes. A pass that reduces too is left
-alone: what it adds up is needed whichever way a row goes.
+holds, whole or in chunks, wait for memory, and their registers would have to do for both passes. A pass that reduces
+too is left alone: what it adds up is needed whichever way a row goes.
 """
 
 from __future__ import annotations

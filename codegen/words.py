@@ -12,6 +12,7 @@ from math import prod
 from kgen.codegen import ladders
 from kgen.codegen.layout import ceil_power, held, vector_limit
 from kgen.codegen.normalize import statement_axes
+from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.schedule import Schedule
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
@@ -45,12 +46,27 @@ def largest_block(kernel: ir.Kernel, extents: Mapping[str, int]) -> int:
 def warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
     """Whether the tiles of a kernel whose largest block has `block` elements fit the registers of its warps; each
     element that is loaded has `address` registers beside it."""
+    return _all_tiles(kernel, address) * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
+
+
+def small_threads_hold(kernel: ir.Kernel, block: int) -> bool:
+    """Whether they fit 32 warps, whose threads have 64 registers: of one load of the row, as the addresses of another
+    take registers too, and with those of quotients."""
+    tiles, rows = {a.name for a in kernel.tiles}, {a.name for a in kernel.parallel}
+    loads = [e for s in kernel.body if isinstance(e := s.value, ir.Load) and e.axes & tiles and e.axes & rows]
+    ops = (e for s in kernel.body for e in ir.walk(s.value) if isinstance(e, ir.Op) and e.axes & tiles)
+    words = _all_tiles(kernel) + ladders.TRITON_QUOTIENT * sum(e.fn in DIVISIONS for e in ops)
+    return len(loads) <= 1 and words * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
+
+
+def _all_tiles(kernel: ir.Kernel, address: float = 0.0) -> float:
+    """Words of all values of an element together."""
     tiles = {a.name for a in kernel.tiles}
     total = 0.0
     for s in kernel.body:
         if isinstance(s, ir.Let) and s.value.axes & tiles and not isinstance(s.value, ir.Reduce):
             total += tile_words(kernel, s.value) + (address if isinstance(s.value, ir.Load) else 0.0)
-    return total * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
+    return total
 
 
 def warps_hold_sums(kernel: ir.Kernel, variant: Variant, block: int) -> bool:
