@@ -164,7 +164,7 @@ class _At:
             if isinstance(s, ir.Let) and s.name in needed:
                 self.values[s.name] = self._value(s, used[s.name])
         for s in stores:
-            if [p for p in s.at if p.symbols & self.passes.tiles] != [Poly.sym(self.axis)]:
+            if [p for p in s.at if p.symbols & self.passes.tiles] != [Poly.sym(self.axis)] or self._leading(s):
                 raise _Unfit
             self.own.append(replace(s, value=self._put(s.value)))
         body = live(self.own)
@@ -174,6 +174,11 @@ class _At:
             self.passes.loads.setdefault(self.label.name, []).extend(new)
             self.passes.lets |= {s.name: s for s in new}
         return Element(self.axis, self.ref, body)
+
+    def _leading(self, access: ir.Store | ir.Load) -> bool:
+        """Whether the axis stands for any number of dimensions, of which no value is a subscript."""
+        first = access.at[0]
+        return self.passes.kernel.tensor(access.tensor).star and isinstance(first, Poly) and self.axis in first.symbols
 
     def _decides(self, s: ir.Store, lets: dict[str, ir.Expr]) -> bool:
         return self.label.name in _names(self.axis, (s.value, *(lets[n] for n in below(s.value, lets))))
@@ -208,6 +213,8 @@ class _At:
     def _loaded(self, s: ir.Let, load: ir.Load) -> ir.Expr:
         """The element of a load at the label: as the kernel loads it already, or by a load of its own."""
         assert isinstance(self.label.value, Label)  # the caller looked
+        if load.at and self._leading(load):
+            raise _Unfit
         for index in (self.label.value.wide, self.ref):
             at = tuple(self._subscript(p, index) for p in load.at)
             axes = frozenset[str]().union(*(p.symbols if isinstance(p, Poly) else p.axes for p in at))

@@ -228,3 +228,19 @@ def test_an_element_is_one_of_the_row() -> None:
     (element,) = (s for s in scheduled(example(TEXTS["in place"]), "cuda", looped("cuda", "n", 8)).steps
                   if isinstance(s, Element))  # fmt: skip
     assert all(not s.value.axes & {"n"} for s in element.body)
+
+
+FLAT = """
+kernel k(x: T[*N], t: i64[]) -> (y: T[*N]):
+    tile n in N
+    y[n] = exp(x[n] - max(x[n], n)) - where(n == t[], x[n], 0.0)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tile_over_several_dimensions(backend: str) -> None:
+    """Such a one has no element at the value of a label: memory has it in parts."""
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    for view in (x, x[:, :8], x.t()):
+        c, schedule = call(FLAT, "k", x=view, t=torch.tensor(11)), looped(backend, "n", 8)
+        agree(equal(c, backend, schedule), oracle(c), 80)

@@ -144,7 +144,7 @@ class Memory:
         if offset.row:
             row = self._aligned(self._sum(offset.row), tensor, offset.multiple)
             start = self._sum([start, row])
-            if not offset.gathers and not self.blocks.flat:
+            if not offset.gathers and not self.blocks.flat and not self.blocks.looped & set(start.dims):
                 start = self._row_pointer(tensor, start)
         return self._sum([start, *offset.inside])
 
