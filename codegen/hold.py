@@ -14,6 +14,7 @@ from dataclasses import replace
 from kgen.codegen import ladders
 from kgen.codegen.layout import vector_limit
 from kgen.codegen.online import paired, steps_of
+from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import tile_words
@@ -28,9 +29,14 @@ def held_loads(kernel: ir.Kernel, steps: Iterable[Step]) -> frozenset[str]:
     seen: set[str] = set()
     again: set[str] = set()
     for step in steps:
+        made = {s.name for s in step.body if isinstance(s, ir.Let)}
         for s in step.body:
             e = s.value
-            if isinstance(step, Loop) and isinstance(e, ir.Load) and step.axis in e.axes and rows <= e.axes:
+            if not isinstance(step, Loop) or not isinstance(e, ir.Load):
+                continue
+            # All chunks are loaded before any is used: their places must be known.
+            known = not any(refs(at) & made for at in e.at if isinstance(at, ir.Expr))
+            if known and step.axis in e.axes and rows <= e.axes:
                 assert isinstance(s, ir.Let)  # normal form
                 (again if s.name in seen else seen).add(s.name)
     return frozenset(again)

@@ -46,6 +46,13 @@ TWO = """kernel k(x: T[*M, N, D]) -> (y: T[*M, N]):
     t = sum(x[m, n, d], d)
     y[m, n] = p + t - max(t, n)
 """
+# Where elements are is known only in the pass that loads the places: those cannot be loaded ahead.
+GATHERED = """kernel k(x: T[*M, N], z: T[*M, N], at: i32[N]) -> (y: T[*M, N]):
+    parallel m in M
+    tile n in N
+    s = mean(x[m, at[n]] * z[m, n], n)
+    y[m, n] = x[m, at[n]] + z[m, n] - s
+"""
 IN_PLACE = """kernel k(x: inout T[*M, N]):
     parallel m in M
     tile n in N
@@ -141,6 +148,13 @@ def test_rows_that_are_not_finite() -> None:
         triton_kit.check(c, 200, override=held(("n", 64)))
 
 
+def test_what_is_gathered_is_loaded_again() -> None:
+    at = torch.randperm(300, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    c = call(GATHERED, "k", x=rand(3, 300), z=rand(3, 300), at=at)
+    assert scheduled(c, Knobs(threads=128, chunks=(("n", 64),), hold=1)).held == {"z_mn"}
+    triton_kit.check(c, 300, override=held(("n", 64)))
+
+
 def test_integers() -> None:
     x = torch.arange(-300, 300, dtype=torch.int16).view(2, 300)
     triton_kit.check(call(INTEGERS, "k", x=x), override=held(("n", 64)))
@@ -150,12 +164,16 @@ def test_a_row_is_loaded_once() -> None:
     c = call(LAYER, "layer_norm", x=rand(3, 300), w=rand(300), b=rand(300))
     text = triton_kit.emitted(c, held(("n", 64))).source
     assert len(re.findall(r"tl\.load\(x_row", text)) == 1
-    assert text.count("for n0 in tl.static_range(0, 300, 64):") == 3 and "tl.range" not in text
-    assert text.count("x_mn = _packed(x_mn_held[n0 // 64]).to(tl.float32)") == 2
+    assert text.count("for n0 in tl.static_range(0, 300, 64):") == 4 and "tl.range" not in text
+    assert text.count("x_mn = _packed(x_mn_held[n0 // 64]).to(tl.float32)") == 3
     assert "def _packed(x):" in text
+    # All of it is on the way before the first pass waits, and what the passes share stays in the caches.
+    first = text[text.index("x_mn_held = ()") : text.index("_acc = ")]
+    assert "x_mn_held += (x_mn_chunk,)" in first and "_packed" not in first
+    assert re.search(r"w_n = tl\.load\(w_ptr \+ n, mask=mask_n, eviction_policy=\"evict_last\"\)", text)
     # The maximum has a pass of its own: nothing is multiplied again where it rises.
     text = triton_kit.emitted(call(SOFT, "softmax", x=rand(3, 300)), held(("n", 64))).source
-    assert len(re.findall(r"tl\.load\(x_row", text)) == 1 and text.count("tl.static_range(") == 3
+    assert len(re.findall(r"tl\.load\(x_row", text)) == 1 and text.count("tl.static_range(") == 4
     # What memory has in 32 bits stays as it is.
     text = triton_kit.emitted(call(RMS, "rms_norm", x=rand(3, 300, dtype=F32)), held(("n", 64))).source
     assert "x_mn = x_mn_held[n0 // 64]\n" in text and "_packed" not in text

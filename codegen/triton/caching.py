@@ -19,7 +19,8 @@ from kgen.dsl import ir
 
 def given_up_last(scheduled: Scheduled) -> frozenset[str]:
     """The loads of `scheduled`, by name."""
-    return scheduled.kept | (_own_rows(scheduled.kernel) if scheduled.sums is None else frozenset())
+    found = scheduled.kept | (_own_rows(scheduled.kernel) if scheduled.sums is None else frozenset())
+    return found | _weights(scheduled.kernel) if scheduled.held else found
 
 
 def _own_rows(kernel: ir.Kernel) -> frozenset[str]:
@@ -28,3 +29,10 @@ def _own_rows(kernel: ir.Kernel) -> frozenset[str]:
     loads = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
     own = {n: ir.subscript_symbols(e.at) for n, e in loads.items()}
     return frozenset(n for n, symbols in own.items() if rows <= symbols and symbols & tiles)
+
+
+def _weights(kernel: ir.Kernel) -> frozenset[str]:
+    """The loads of tiles that all rows share."""
+    rows, tiles = {a.name for a in kernel.parallel}, {a.name for a in kernel.tiles}
+    loads = (s for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load))
+    return frozenset(s.name for s in loads if s.value.axes & tiles and not s.value.axes & rows)

@@ -308,8 +308,7 @@ class _Emitter:
         name, last = self.names[load], load in self.given_up_last
         if self.in_chunks is None or load not in self.scheduled.held:
             return self.memory.load(name, e, other, given_up_last=last)
-        chunk = f"{self.chunk_starts[self.in_chunks.axis]} // {self.in_chunks.chunk}"
-        return self.held.load(load, name, e, other, chunk, given_up_last=last)
+        return self.held.take(load, name, e, f"{self.chunk_starts[self.in_chunks.axis]} // {self.in_chunks.chunk}")
 
     def _let(self, e: ir.Expr, lanes: MaskedLanes) -> Value:
         if isinstance(e, Finish):  # the lanes of partial results are neutral where they are masked
@@ -344,8 +343,8 @@ class _Emitter:
             self.chunk_starts[step.axis] = self.names.fresh(f"{self.names[step.axis]}0")
         start = self.chunk_starts[step.axis]
         self.thread_views, self.outlive = {}, {}
+        before = self._loads_ahead(step, lanes)
         self.in_chunks = step
-        before = [_Line(t) for t in self.held.start(step)]
         inside: list[_Line] = []
         after: list[_Line] = []
         header: Span | None = None
@@ -389,6 +388,27 @@ class _Emitter:
             _Line(f"for {counter} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', loads)}:", header),
             *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
+        ]
+
+    def _loads_ahead(self, step: Loop, lanes: MaskedLanes) -> list[_Line]:
+        """The loop in front of the pass `step` that loads what is held from there on."""
+        loads = self.held.ahead(step)
+        if not loads:
+            return []
+        axis, start = self.kernel.axis(step.axis), self.chunk_starts[step.axis]
+        before = self.held.start(loads)
+        inside: list[_Line] = []
+        for s in loads:
+            inside += self._comment(s.span)
+            lines = self.held.load(s, lanes.other.get(s.name), given_up_last=s.name in self.given_up_last)
+            inside += [_Line(t, s.span) for t in lines]
+        self.said = None
+        prelude = used(self._tile(axis, start), (line.text for line in inside))
+        return [
+            *(_Line(t) for t in before),
+            _Line(f"for {start} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', True)}:", loads[0].span),
+            *(_Line(f"    {t}") for t in prelude),
+            *(_Line(f"    {line.text}", line.span) for line in inside),
         ]
 
     def _chunks(self, bounds: str, loads: bool) -> str:

@@ -1,8 +1,8 @@
 """Chunks that a program holds from pass to pass (`kgen.codegen.hold`): a tuple of blocks, as memory has them.
 
-Where a block's elements have 16 bits, each pass that takes them goes through `_packed`. Without it the compiler, which
-unrolls the passes, takes what one has converted to f32 for what the next one needs, and holds that: twice the
-registers, and what does not fit is spilled.
+A loop of its own loads them, so that all are under way before the first is waited for. Where a block's elements have 16
+bits, each pass takes them through `_packed`. Without it the compiler, which unrolls the passes, takes what one has
+converted to f32 for what the next one needs, and holds that: twice the registers, and what does not fit is spilled.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ class HeldChunks:
         self.dims: dict[str, tuple[str, ...]] = {}
         self.others: dict[str, Number | None] = {}  # what their masked lanes have, None for anything
 
-    def start(self, step: Loop) -> list[str]:
-        """The statements in front of the pass `step`."""
-        names = [s.name for s in step.body if isinstance(s, ir.Let) and s.name in self.scheduled.held]
-        made = [n for n in names if n not in self.tuples]
-        self.tuples |= {n: self.fresh(f"{n}_held") for n in made}
-        return [f"{self.tuples[n]} = ()  # its chunks as memory has them, for the passes behind this one" for n in made]
+    def ahead(self, step: Loop) -> list[ir.Let]:
+        """The held loads of which the pass `step` is the first to need any: they are made in front of it."""
+        loads = (s for s in step.body if isinstance(s, ir.Let) and s.name in self.scheduled.held)
+        return [s for s in loads if s.name not in self.tuples]
 
-    def load(
-        self, load: str, name: str, e: ir.Load, other: Number | None, chunk: str, *, given_up_last: bool
-    ) -> tuple[list[str], tuple[str, ...]]:
-        """The lines that make a block called `name` of the held `load` of `e`, and its dimensions: from memory, its
-        masked lanes `other`, in the first pass, and from what is held as number `chunk` in others."""
-        widening, tuple_name = self.memory.widening(e), self.tuples[load]
-        if load in self.dims:
-            block = f"{tuple_name}[{chunk}]"
-            packed = self.memory.kernel.tensor(e.tensor).dtype.bits == 16
-            return [f"{name} = {f'_packed({block})' if packed else block}{widening}"], self.dims[load]
-        own = self.fresh(f"{load}_loaded") if widening else name
-        lines, dims = self.memory.load(own, e, other, given_up_last=given_up_last, widened=False)
-        self.dims[load], self.others[load] = dims, other
-        lines.append(f"{tuple_name} += ({own},)")
-        return [*lines, *([f"{name} = {own}{widening}"] if widening else [])], dims
+    def start(self, loads: list[ir.Let]) -> list[str]:
+        """The statements in front of the loop that makes `loads`."""
+        self.tuples |= {s.name: self.fresh(f"{s.name}_held") for s in loads}
+        return [f"{self.tuples[s.name]} = ()  # its chunks as memory has them, for all passes" for s in loads]
+
+    def load(self, s: ir.Let, other: Number | None, *, given_up_last: bool) -> list[str]:
+        """The lines that load a chunk of `s`, its masked lanes `other`."""
+        assert isinstance(s.value, ir.Load)  # what is held
+        own = self.fresh(f"{s.name}_chunk")
+        lines, self.dims[s.name] = self.memory.load(own, s.value, other, given_up_last=given_up_last, widened=False)
+        self.others[s.name] = other
+        return [*lines, f"{self.tuples[s.name]} += ({own},)"]
+
+    def take(self, load: str, name: str, e: ir.Load, chunk: str) -> tuple[list[str], tuple[str, ...]]:
+        """The lines that make a block called `name` of the held `load` of `e`, its chunk number `chunk`, and its
+        dimensions."""
+        block = f"{self.tuples[load]}[{chunk}]"
+        packed = self.memory.kernel.tensor(e.tensor).dtype.bits == 16
+        return [f"{name} = {f'_packed({block})' if packed else block}{self.memory.widening(e)}"], self.dims[load]
