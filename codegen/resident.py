@@ -16,6 +16,7 @@ from kgen.codegen.again import loaded_again
 from kgen.codegen.layout import ceil_power, held, vector_limit
 from kgen.codegen.machines import ARCHITECTURES, Architecture
 from kgen.codegen.normalize import statement_axes
+from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Schedule, Sums
 from kgen.codegen.variant import Variant
@@ -99,7 +100,8 @@ def estimated_registers(kernel: ir.Kernel, variant: Variant, schedule: Schedule)
     Loads of a row come first and lie packed, as in memory, until they are used; then, and as any other value that is
     used more than once, they take a register an element until their last use, which makes room for what is made of
     them. Sums are held throughout; of several rows at a time they are blocks with rows, and so is what is added.
-    Elements that are moved one by one have their addresses and masks beside them.
+    Elements that are moved one by one have their addresses and masks beside them, and exact quotients registers of
+    their own.
     """
     extents = {a: ceil_power(n) for a, n in held(kernel, schedule).items()}
     tiles, parallel = extents.keys(), {a.name for a in kernel.parallel}
@@ -134,9 +136,13 @@ def estimated_registers(kernel: ir.Kernel, variant: Variant, schedule: Schedule)
             continue  # computed where it is used
         for point in range(first, last):
             live[point] += words
+    ops = (e for s in kernel.body for e in ir.walk(s.value) if isinstance(e, ir.Op) and e.fn in DIVISIONS)
+    quotients = ladders.TRITON_SUM_QUOTIENT * sum(elements(e.axes) for e in ops if e.axes & tiles)
     staged = ladders.TRITON_STAGE_REGISTERS if schedule.stages > 1 else 0
     addresses = ladders.TRITON_ADDRESS * schedule.rows * largest_block(kernel, extents) * _one_by_one(kernel, variant)
-    found = ladders.TRITON_OTHER_REGISTERS + staged + -(-int(sums + max(live) + addresses) // schedule.threads)
+    found = (
+        ladders.TRITON_OTHER_REGISTERS + staged + -(-int(sums + max(live) + quotients + addresses) // schedule.threads)
+    )
     return min(ladders.MOST_REGISTERS + 1, found + -found % ladders.REGISTER_UNIT)
 
 

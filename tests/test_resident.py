@@ -28,6 +28,20 @@ PLAIN = """kernel plain(x: T[*M, N], d_y: T[*M, N]) -> (d_w: T[N]):
     tile n in N
     d_w[n] += x[m, n] * d_y[m, n] * mean(x[m, n], n)
 """
+# An exact quotient of every element, and two of which one is reduced.
+QUOTIENTS = {
+    "quotient": """kernel quotient(x: T[*M, N], d_y: T[*M, N]) -> (d_w: f32[N]):
+    parallel m in M
+    tile n in N
+    d_w[n] += d_y[m, n] * mean(d_y[m, n] / (1.0 + x[m, n] * x[m, n]), n)
+""",
+    "quotients": """kernel quotients(x: T[*M, N], d_y: T[*M, N]) -> (d_w: f32[N]):
+    parallel m in M
+    tile n in N
+    d_w[n] += d_y[m, n] / (1.0 + x[m, n]) * mean(x[m, n] / (2.0 + d_y[m, n]), n)
+""",
+}
+TEXTS = {"plain": PLAIN, **QUOTIENTS}
 
 
 def backward(name: str, n: int, dtype: str = "bf16") -> Target:
@@ -37,8 +51,8 @@ def backward(name: str, n: int, dtype: str = "bf16") -> Target:
     return gradient_targets(target(module, kernel, Choices(dims={"N": n, "M": 4096}, dtype=dtype))).backward
 
 
-def plain(n: int, dtype: str = "bf16") -> Target:
-    module = parse_text(PLAIN)
+def plain(n: int, dtype: str = "bf16", text: str = PLAIN) -> Target:
+    module = parse_text(text)
     return target(module, module.kernels[0], Choices(dims={"N": n, "M": 4096}, dtype=dtype))
 
 
@@ -54,13 +68,13 @@ def in_flight(s: Scheduled, schedule: Schedule) -> int:
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize(
     ("name", "n"),
-    [(name, n) for name in (*NORMS, "plain") for n in (512, 1024, 2048, 3072, 4096, 5120, 8192)]
+    [(name, n) for name in (*NORMS, *TEXTS) for n in (512, 1024, 2048, 3072, 4096, 5120, 8192)]
     + [("rms_norm", 1001), ("layer_norm", 1001)],
 )
 def test_what_is_started_is_what_fits(name: str, n: int, dtype: str) -> None:
     """Of machine code for sm_90, within one, and where one fits one is started. Fewer may be started where they have
     enough in flight."""
-    made = plain(n, dtype) if name == "plain" else backward(name, n, dtype)
+    made = plain(n, dtype, TEXTS[name]) if name in TEXTS else backward(name, n, dtype)
     program = made.program("triton")
     assert program.stage is not None and program.stage.sums is not None
     asked, threads = program.stage.sums.blocks, program.schedule.threads
