@@ -102,7 +102,7 @@ class _Passes:
         that."""
         lets = {s.name: s.value for s in step.body if isinstance(s, ir.Let)}
         reduced = [e for e in lets.values() if isinstance(e, ir.Reduce)]
-        if any(isinstance(e, Partial) for e in reduced) or any(isinstance(s, ir.Accumulate) for s in step.body):
+        if any(isinstance(e, Partial) for e in reduced):
             return None
         names = _names(step.axis, (s.value for s in step.body)) & self.lets.keys()
         labels = [let for name in names if isinstance((let := self.lets[name]).value, Label)]
