@@ -51,6 +51,8 @@ LEFT = {
     "two labels": APART + "    u = t[m] - 1\n    y[m, n] = e - where(n == t[m] or n == u, 1.0, 0.0)",
     "summed": APART.replace("-> (", "-> (l: f32[*M], ")
     + "    a = where(n == t[m], e, 0.0)\n    l[m] = sum(a, n)\n    y[m, n] = e - a",
+    "beside a sum of exponentials": APART.replace("-> (", "-> (l: f32[*M], ")
+    + "    l[m] = logsumexp(x[m, n], n)\n    y[m, n] = x[m, n] - where(n == t[m], s[m], 0.0)",
     "shifted": APART + "    y[m, n] = e - where(n + 1 == t[m], s[m], 0.0)",
     "index arithmetic": APART + "    y[m, n] = e - where(n == t[m], f32(2 * n + 1), 0.0)",
     "backwards": APART + "    y[m, N - 1 - n] = e - where(n == t[m], s[m], 0.0)",
