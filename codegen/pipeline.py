@@ -22,6 +22,7 @@ from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
 from kgen.codegen.online import paired, steps_of
 from kgen.codegen.overwrite import barriers
+from kgen.codegen.rows import legal
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, ahead_of_rows, spill_looped, stages, stages_by_elements
 from kgen.codegen.unswitch import unswitched
@@ -202,8 +203,9 @@ def _scheduled(
         capability=capability,
         shares=shares,
     )
-    if backend == "triton":  # its blocks of a whole axis are held
-        several = tuple((a, n) for a, n in schedule.chunks if n < kernel.axis(a).extent.constant)
+    several = tuple((a, n) for a, n in schedule.chunks if n < kernel.axis(a).extent.constant)
+    # Triton's blocks of a whole axis are held. So is an axis in CUDA whose passes cannot each have it all at once.
+    if backend == "triton" or (several != schedule.chunks and not legal(kernel, dict(schedule.chunks))):
         schedule = replace(schedule, chunks=several)
     check_peeled(kernel, variant, schedule)
     # In Triton what a thread has of several rows would be a block of rows and threads.

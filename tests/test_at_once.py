@@ -175,6 +175,36 @@ def test_by_hand(kernel: str, n: int) -> None:
     within_bounds(c, cuda_kit.run(c, schedule, seed=1))
 
 
+REVERSED = """kernel k(x: inout T[*M, N]):
+    parallel m in M
+    tile n in N
+    x[m, N - 1 - n] = x[m, n] - max(x[m, n], n)
+"""
+TWO = """kernel k(x: T[*M, N, K]) -> (y: T[*M, N, K]):
+    parallel m in M
+    tile n in N, k in K
+    y[m, n, k] = x[m, n, k] - max(x[m, n, k], n, k)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "chunks", "left"),
+    [
+        (REVERSED, (3, 37), (("n", 37),), ()),
+        (TWO, (3, 37, 5), (("n", 37), ("k", 5)), ()),
+        (TWO, (3, 37, 5), (("n", 37), ("k", 2)), (("k", 2),)),
+    ],
+)
+def test_what_no_pass_can_have_at_once_is_whole(
+    text: str, shape: tuple[int, ...], chunks: tuple[tuple[str, int], ...], left: tuple[tuple[str, int], ...]
+) -> None:
+    """A chunk as long as its axis is no more than the row has: there is no later one to be wrong about."""
+    c = call(text, "k", x=torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    schedule = Schedule(32, 1, chunks=chunks)
+    assert program(c, override=schedule).schedule.chunks == left
+    within_bounds(c, cuda_kit.run(c, schedule, seed=1))
+
+
 # ---- machine code --------------------------------------------------------------------------------------------------
 
 
