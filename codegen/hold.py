@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kgen.codegen import ladders
-from kgen.codegen.layout import vector_limit
+from kgen.codegen.layout import ceil_power, vector_limit
 from kgen.codegen.online import paired, steps_of
 from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
@@ -21,6 +21,8 @@ from kgen.codegen.words import tile_words
 from kgen.dsl import ir
 
 _WORD = 4  # bytes
+# What is computed in many instructions.
+_FUNCTIONS = frozenset(("exp", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "pow"))
 
 
 def held_loads(kernel: ir.Kernel, steps: Iterable[Step]) -> frozenset[str]:
@@ -52,40 +54,97 @@ def from_memory(steps: Iterable[Step], held: frozenset[str]) -> Iterator[tuple[S
 
 
 def holding(kernel: ir.Kernel, variant: Variant) -> Schedule | None:
-    """The schedule of `kernel`, which has one tile index and no sums over programs, in which a program of 32 warps
-    holds a wide row in chunks; None where it would not help or the registers would not suffice."""
+    """The schedule of `kernel`, which has one tile index and no sums over programs, in which a program holds a row in
+    chunks; None where it would not help or the registers would not suffice.
+
+    Of several that fit, that with the fewest threads, so many that the row fills half of their registers, and where
+    possible two programs or more on a multiprocessor.
+    """
     (axis,) = kernel.tiles
-    threads = ladders.TRITON_HELD_THREADS
-    for each in ladders.TRITON_HELD_EACH:
-        trial = Schedule(threads, 1, chunks=((axis.name, threads * each),), name="looped")
+    for trial in _trials(kernel, variant, axis):
         try:
             again = held_loads(kernel, steps_of(paired(kernel, trial), trial))
             trial = replace(trial, held=True)
             steps = steps_of(kernel, trial)
         except ScheduleError:
             return None
-        words = _words(kernel, again)
-        if words * axis.extent.constant <= ladders.TRITON_HELD_BEYOND:
-            return None  # one pass over the row is enough, or passes find it in the caches
-        if _fits(kernel, variant, axis, each, steps):
+        words = _words(kernel, again) * axis.extent.constant
+        if words < ladders.TRITON_HELD_FROM:
+            return None  # one pass over the row is enough, or a block holds it
+        if trial.threads == ladders.TRITON_HELD_ALONE and words <= ladders.TRITON_HELD_BEYOND:
+            return None  # passes find it in the caches
+        if fits(kernel, variant, trial, steps):
             return trial
     return None
 
 
-def _fits(kernel: ir.Kernel, variant: Variant, axis: ir.Axis, each: int, steps: tuple[Step, ...]) -> bool:
-    """Whether the registers hold a row of which a thread has `each` elements of every chunk."""
+def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis) -> Iterator[Schedule]:
+    """What to try, in order of preference."""
+    rows = {a.name for a in kernel.parallel}
+    own = {
+        s.name
+        for s in kernel.body
+        if isinstance(s.value, ir.Load) and axis.name in s.value.axes and rows <= s.value.axes and isinstance(s, ir.Let)
+    }
+    n = axis.extent.constant
+    words = n * (_words(kernel, frozenset(own)) if vector_limit(kernel, variant, axis.name) > 1 else len(own))
+    threads = ceil_power(max(1, int(words))) // ladders.TRITON_HELD_ROW
+    threads = max(32, min(ladders.TRITON_HELD_ALONE // 2, threads))
+    while threads <= ladders.TRITON_HELD_ALONE:
+        alone = threads == ladders.TRITON_HELD_ALONE
+        for each in ladders.TRITON_HELD_EACH_ALONE if alone else ladders.TRITON_HELD_EACH:
+            if threads * each < n:
+                yield Schedule(threads, 1, chunks=((axis.name, threads * each),), name="looped")
+        threads *= 2
+
+
+def fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule, steps: tuple[Step, ...]) -> bool:
+    """Whether the 64 registers a thread with which a multiprocessor runs 1024 threads hold the row of `schedule`, and
+    what its `steps` need beside, by estimate."""
+    (axis,) = kernel.tiles
+    chunk = schedule.chunk(axis.name)
+    assert chunk is not None  # a row is held in chunks
+    each, n = chunk // schedule.threads, axis.extent.constant
     names = held_loads(kernel, steps)
-    vectors = vector_limit(kernel, variant, axis.name) > 1
-    # What is loaded element by element has a register each; those of the last chunk that no thread has take none.
-    grain = each if vectors else 1
-    slots = -(-axis.extent.constant // (ladders.TRITON_HELD_THREADS * grain)) * grain
-    row = _words(kernel, names) if vectors else len(names)
-    beside = max(_beside(kernel, step, names, vectors) for step in steps if isinstance(step, Loop))
-    most = ladders.TRITON_HELD_WORDS if vectors else ladders.TRITON_HELD_ELEMENTS
-    return row * slots + beside * each <= most
+    if vector_limit(kernel, variant, axis.name) == 1:
+        # What is loaded element by element has a register each; those of the last chunk that no thread has take none.
+        beside = max(_beside(kernel, step, names) for step in steps if isinstance(step, Loop))
+        return len(names) * -(-n // schedule.threads) + beside * each <= ladders.TRITON_HELD_ELEMENTS
+    row = _words(kernel, names) * -(-n // (schedule.threads * each)) * each
+    beside = _each(kernel, steps, names, ragged=n % chunk > 0) * each + _once(kernel, steps)
+    return row <= ladders.TRITON_HELD_MOST and row + beside <= ladders.TRITON_HELD_WORDS[schedule.threads]
 
 
-def _beside(kernel: ir.Kernel, step: Loop, names: frozenset[str], vectors: bool) -> float:
+def _each(kernel: ir.Kernel, steps: tuple[Step, ...], names: frozenset[str], *, ragged: bool) -> float:
+    """Registers for an element of a chunk beside the row: for what is loaded or computed of it, whichever is more, for
+    each row that is unpacked beside the first, and for the masks of what is computed."""
+    lets = [s for step in steps if isinstance(step, Loop) for s in step.body if isinstance(s, ir.Let)]
+    tiles = {a.name for a in kernel.tiles}
+    computed = any(s.value.axes & tiles and not isinstance(s.value, ir.Load | ir.Reduce) for s in lets)
+    others = {s.name for s in lets if isinstance(s.value, ir.Load) and s.value.axes & tiles} - names
+    words = (
+        max(_words(kernel, frozenset(others)), 1.0 if computed else 0.0)
+        + _words(kernel, names)
+        - _words(kernel, frozenset(sorted(names)[:1]))
+    )
+    return words + (ladders.TRITON_HELD_MASK if ragged and computed else 0.0)
+
+
+def _once(kernel: ir.Kernel, steps: tuple[Step, ...]) -> float:
+    """Registers beside the row for each reduction behind the first, and for a function of a row's values."""
+    lets = [s for step in steps for s in step.body if isinstance(s, ir.Let)]
+    tiles = {a.name for a in kernel.tiles}
+    reductions = len({s.name for s in lets if isinstance(s.value, ir.Reduce)})
+    functions = any(
+        isinstance(e, ir.Op) and e.fn in _FUNCTIONS and not e.axes & tiles
+        for step in steps
+        for s in step.body
+        for e in ir.walk(s.value)
+    )
+    return ladders.TRITON_HELD_REDUCTION * (reductions - 1) + (1 if functions else 0)
+
+
+def _beside(kernel: ir.Kernel, step: Loop, names: frozenset[str]) -> float:
     """Words for each element of a chunk in a pass, beside the row: its values, what it loads, partial results and what
     is computed for them."""
     words = 0.0
@@ -94,7 +153,7 @@ def _beside(kernel: ir.Kernel, step: Loop, names: frozenset[str], vectors: bool)
             words += 1 if isinstance(s.value.arg, ir.Ref) else 2
         elif isinstance(s, ir.Let) and step.axis in s.value.axes:
             words += tile_words(kernel, s.value)
-            if isinstance(s.value, ir.Load) and s.name not in names and not vectors:
+            if isinstance(s.value, ir.Load) and s.name not in names:
                 words += ladders.TRITON_HELD_ADDRESS
     return words
 

@@ -210,15 +210,16 @@ TRITON_QUOTIENT = 0.5
 # if half of it is held, 1.21 read again in chunks of 32K. Of rows with fewer words than this, several programs run at a
 # time and find them in the caches. In place a row is overwritten where it is read again: cross entropy of 8192x32000,
 # 8192x50304 and 4096x128256 is better off with that than with fewer programs.
-TRITON_HELD_THREADS = 1024
+TRITON_HELD_FROM = 1 << 10
+TRITON_HELD_ROW = 32
+TRITON_HELD_ALONE = 1024
 TRITON_HELD_BEYOND = 16 << 10
-# Elements that a thread has of a chunk, in order of preference, and the registers that they and the row may take by
-# estimate. Compiled for sm_90 nothing spills at 54 (of 65536 elements of 16 bits: RMSNorm and softmax in chunks of 8K,
-# 52, LayerNorm in chunks of 4K, 46, with weights in f32 54), log softmax of 65536 in chunks of 8K, 60, does. Element by
-# element, where each is in a register and addresses take more, nothing spills at 60 (RMSNorm and softmax of 50257);
-# softmax of 53247 and LayerNorm with weights of 40959, 62, do.
-TRITON_HELD_EACH = (8, 4)
-TRITON_HELD_WORDS = 56
+TRITON_HELD_EACH = (8, 16, 4)
+TRITON_HELD_EACH_ALONE = (16, 8, 4)
+TRITON_HELD_MOST = 48
+TRITON_HELD_WORDS = Ladder(((512, 56), (INF, 52)))
+TRITON_HELD_REDUCTION = 12
+TRITON_HELD_MASK = 1.25
 TRITON_HELD_ELEMENTS = 60
 TRITON_HELD_ADDRESS = 1.0
 # With sums, which are held beside the row from the first row to the last: the backward of RMSNorm takes 1.39 at

@@ -66,6 +66,8 @@ def most_registers(schedule: Schedule, sums: Sums | None) -> int | None:
     """The registers a thread that the compiler may use for as many programs to fit as are started; None where it is not
     told. It is where rows are staged by default: it would rather spill 8 bytes of RMSNorm in f32, of 2304 columns, than
     use more than 64, where 128 fit."""
+    if schedule.held and schedule.threads < ladders.SUM_THREADS and schedule.by == "ladders":
+        return ladders.REGISTER_FILE // ladders.SUM_THREADS
     if sums is None or schedule.stages == 1 or schedule.chunks or schedule.by != "ladders":
         return None
     fit = ladders.REGISTER_FILE // (schedule.threads * sums.blocks)
