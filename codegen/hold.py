@@ -55,46 +55,56 @@ def from_memory(steps: Iterable[Step], held: frozenset[str]) -> Iterator[tuple[S
 
 def holding(kernel: ir.Kernel, variant: Variant) -> Schedule | None:
     """The schedule of `kernel`, which has one tile index and no sums over programs, in which a program holds a row in
-    chunks; None where it would not help or the registers would not suffice.
-
-    Of several that fit, that with the fewest threads, so many that the row fills half of their registers, and where
-    possible two programs or more on a multiprocessor.
-    """
+    chunks; None where it would not help or the registers would not suffice."""
     (axis,) = kernel.tiles
-    for trial in _trials(kernel, variant, axis):
+    reductions = sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
+    if _widest(kernel, axis) <= ladders.TRITON_HELD_BEYOND[reductions]:
+        return None  # a block holds it as well
+    for trial in _trials(kernel, variant, axis, reductions):
         try:
             again = held_loads(kernel, steps_of(paired(kernel, trial), trial))
             trial = replace(trial, held=True)
             steps = steps_of(kernel, trial)
         except ScheduleError:
             return None
+        if not again:
+            return None  # one pass over the row is enough
         words = _words(kernel, again) * axis.extent.constant
-        if words < ladders.TRITON_HELD_FROM:
-            return None  # one pass over the row is enough, or a block holds it
-        if trial.threads == ladders.TRITON_HELD_ALONE and words <= ladders.TRITON_HELD_BEYOND:
+        if trial.threads == ladders.TRITON_HELD_ALONE and words <= ladders.TRITON_HELD_ALONE_BEYOND:
             return None  # passes find it in the caches
         if fits(kernel, variant, trial, steps):
             return trial
     return None
 
 
-def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis) -> Iterator[Schedule]:
-    """What to try, in order of preference."""
+def _widest(kernel: ir.Kernel, axis: ir.Axis) -> int:
+    """Bytes of the widest of a row's own tiles, along `axis`."""
+    sizes = (kernel.tensor(e.tensor).dtype.itemsize for e in _own_rows(kernel, axis).values())
+    return axis.extent.constant * max(sizes, default=0)
+
+
+def _own_rows(kernel: ir.Kernel, axis: ir.Axis) -> dict[str, ir.Load]:
+    """The loads along `axis` that have every row index, by name."""
     rows = {a.name for a in kernel.parallel}
-    own = {
-        s.name
-        for s in kernel.body
-        if isinstance(s.value, ir.Load) and axis.name in s.value.axes and rows <= s.value.axes and isinstance(s, ir.Let)
-    }
+    loads = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
+    return {n: e for n, e in loads.items() if axis.name in e.axes and rows <= e.axes}
+
+
+def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis, reductions: int) -> Iterator[Schedule]:
+    """What to try, in order of preference: few threads, so that they wait little for each other, then large chunks."""
+    own = _own_rows(kernel, axis)
+    aligned = vector_limit(kernel, variant, axis.name) > 1
     n = axis.extent.constant
-    words = n * (_words(kernel, frozenset(own)) if vector_limit(kernel, variant, axis.name) > 1 else len(own))
-    threads = ceil_power(max(1, int(words))) // ladders.TRITON_HELD_ROW
-    threads = max(32, min(ladders.TRITON_HELD_ALONE // 2, threads))
+    words = int(n * (_words(kernel, frozenset(own)) if aligned else len(own)))
+    most = ladders.TRITON_HELD_ALONE // 2
+    if reductions > 1 and words <= most // 2 * ladders.TRITON_HELD_ROW_MOST:
+        most //= 2
+    threads = max(32, min(most, ceil_power(-(-words // ladders.TRITON_HELD_ROW))))
     while threads <= ladders.TRITON_HELD_ALONE:
-        alone = threads == ladders.TRITON_HELD_ALONE
-        for each in ladders.TRITON_HELD_EACH_ALONE if alone else ladders.TRITON_HELD_EACH:
-            if threads * each < n:
-                yield Schedule(threads, 1, chunks=((axis.name, threads * each),), name="looped")
+        sizes = [threads * each for each in (ladders.TRITON_HELD_EACH if aligned else ladders.TRITON_HELD_EACH[::-1])]
+        several = [c for c in sizes if n > (ladders.TRITON_HELD_CHUNKS - 1) * c]
+        for chunk in several or [c for c in sizes if n > c]:
+            yield Schedule(threads, 1, chunks=((axis.name, chunk),), name="looped")
         threads *= 2
 
 
@@ -141,7 +151,7 @@ def _once(kernel: ir.Kernel, steps: tuple[Step, ...]) -> float:
         for s in step.body
         for e in ir.walk(s.value)
     )
-    return ladders.TRITON_HELD_REDUCTION * (reductions - 1) + (1 if functions else 0)
+    return ladders.TRITON_HELD_REDUCTION * (reductions - 1) + (ladders.TRITON_HELD_FUNCTION if functions else 0)
 
 
 def _beside(kernel: ir.Kernel, step: Loop, names: frozenset[str]) -> float:

@@ -205,21 +205,40 @@ TRITON_ADDRESS = 3.0
 # Registers for the exact quotient of an element, where a thread of 32 warps has 64. So counted, no kernel of one input
 # and 2.5 spills for sm_90; of two inputs a sum of them does, and without this a softmax that is compared with a label.
 TRITON_QUOTIENT = 0.5
-# Rows that are held in chunks, as memory has them (`codegen/hold.py`), on warps that have a multiprocessor to
-# themselves. RMSNorm of bf16 2048x65536 takes 1.020 so in chunks of 16K, 1.045 in chunks of 32K (8 bytes spill), 1.062
-# if half of it is held, 1.21 read again in chunks of 32K. Of rows with fewer words than this, several programs run at a
-# time and find them in the caches. In place a row is overwritten where it is read again: cross entropy of 8192x32000,
-# 8192x50304 and 4096x128256 is better off with that than with fewer programs.
-TRITON_HELD_FROM = 1 << 10
-TRITON_HELD_ROW = 32
+# Rows that are held in chunks, as memory has them (`codegen/hold.py`). Of bf16, as multiples of a copy and in brackets
+# without: RMSNorm takes 0.99 of 8192x8192 (1.00), 1.00 of 4096x16384 (1.03), 0.98 of 8192x20480 (1.00), 1.01 of
+# 2048x32768 (1.08), 0.99 of 4096x40000 (1.08), 1.04 of 2048x65536 (1.43); LayerNorm 1.00 of 16384x4096 (1.04), 1.01 of
+# 8192x8192 (1.09), 1.04 of 4096x16384 (1.09), 1.01 of 8192x32000 (1.13), 1.25 of 2048x65536 (1.42); softmax 0.99 of
+# 4096x16384 (1.09), 1.00 of 8192x32000 (1.03), 1.02 of 4096x33000 (1.31), 1.00 of 4096x40960 (1.16). In place a row is
+# overwritten where it is read again: cross entropy of 8192x32000, 8192x50304 and 4096x128256 is better off with more
+# programs than with its row held.
+# Rows of more bytes than this, by reductions. RMSNorm of 16384x4096 takes 0.97 whole and 0.98 held, 0.95 and 0.96 at
+# 5120 and 6144 columns; LayerNorm of 32768x2048 0.99 and 1.00, of 3072 columns 1.16 and 1.00.
+TRITON_HELD_BEYOND = Ladder(((1, 12 << 10), (INF, 4 << 10)))
+# About how many words of its row a thread has at most, where it can be, and where programs that wait at more than one
+# reduction are better small: RMSNorm of 4096x16384 takes 1.00 on 512 threads and 1.02 on 256, LayerNorm 1.06 and 1.04,
+# softmax 1.11 and 0.99.
+TRITON_HELD_ROW = 24
+TRITON_HELD_ROW_MOST = 32
+# Elements a thread of a chunk, in order of preference, and how many chunks there are at least: their loads are under
+# way together. RMSNorm 2048x32768 takes 1.01 with 16 and 1.03 with 8; 8192x8192 0.99 in four chunks of 8 a thread, 1.01
+# in two of 16.
+TRITON_HELD_EACH = (16, 8, 4)
+TRITON_HELD_CHUNKS = 3
+# Threads of a program that has a multiprocessor to itself. Rows of up to so many words are then better off where
+# several programs run at a time and find them in the caches.
 TRITON_HELD_ALONE = 1024
-TRITON_HELD_BEYOND = 16 << 10
-TRITON_HELD_EACH = (8, 16, 4)
-TRITON_HELD_EACH_ALONE = (16, 8, 4)
-TRITON_HELD_MOST = 48
+TRITON_HELD_ALONE_BEYOND = 16 << 10
+# Registers a thread, of 64, by threads: for the row at most (RMSNorm of 2048x49152 takes 1.05 with 48 of them and 1.02
+# on twice the threads), and with what a chunk needs beside it; for each reduction behind the first, for a function of a
+# row's values (a logarithm), and for the mask of an element that is computed. So counted, norms and softmaxes of
+# bf16, f16 and f32 of 16 to 56 words a thread spill nothing for sm_90.
+TRITON_HELD_MOST = 44
 TRITON_HELD_WORDS = Ladder(((512, 56), (INF, 52)))
 TRITON_HELD_REDUCTION = 12
+TRITON_HELD_FUNCTION = 5
 TRITON_HELD_MASK = 1.25
+# Rows that are loaded element by element: registers for them and what is beside, and for an address.
 TRITON_HELD_ELEMENTS = 60
 TRITON_HELD_ADDRESS = 1.0
 # With sums, which are held beside the row from the first row to the last: the backward of RMSNorm takes 1.39 at

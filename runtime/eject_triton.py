@@ -142,7 +142,7 @@ class HostFunction:
             "guarded": own.blocks.constant in (None, 0),
             "arguments": [self._argument(a) for a in p.args],
             "warps": p.schedule.threads // 32,
-            "registers": most_registers(p.schedule, p.stage.sums) if p.stage is not None else None,
+            "registers": most_registers(p.schedule, p.stage.sums if p.stage is not None else None),
         }
 
     # -- checks --------------------------------------------------------------------------------------------------

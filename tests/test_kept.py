@@ -137,7 +137,9 @@ def test_rows_are_given_up_last_in_triton(file: str) -> None:
     module = load(OPS / f"{file}.kdsl").module
     for kernel in module.kernels:
         made = target(module, kernel, Choices(dtype="bf16"))
-        assert given_up_last(made) == ROWS[file]
+        weights = {t.name for t in made.kernel.tensors if t.role == "in"} - ROWS[file]
+        # Of a row that is held, all that passes load again is weights.
+        assert given_up_last(made) == ROWS[file] | (weights if made.program("triton").schedule.held else set())
         assert "load_kept" not in made.program("cuda").source or file == "rope"
 
 

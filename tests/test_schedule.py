@@ -100,8 +100,8 @@ def test_cuda_rows_in_clusters(columns: int, vector: int, cluster: int, looped: 
 
 @pytest.mark.parametrize(
     ("columns", "warps", "rows", "looped"),
-    [(1, 4, 2048, False), (1000, 4, 2, False), (2048, 4, 1, False), (4096, 8, 1, False), (16384, 8, 1, False),
-     (16385, 16, 1, True)],
+    [(1, 4, 2048, False), (1000, 4, 2, False), (2048, 4, 1, False), (6144, 8, 1, False), (8192, 8, 1, True),
+     (16384, 16, 1, True), (65536, 32, 1, True)],
 )  # fmt: skip
 def test_triton_rows(columns: int, warps: int, rows: int, looped: bool) -> None:
     s = schedule_kernel(norm(), variant(norm(), {"N": columns}), "triton").schedule
