@@ -132,6 +132,31 @@ def test_both_ways_wait_for_what_they_overwrite(backend: str) -> None:
     assert "tl.debug_barrier()" in before and "tl.debug_barrier()" not in ways[0]
 
 
+LATER = """
+kernel k(x: inout T[*M, N], v: f32[K], s: f32[*M], t: i64[*M]) -> (y: T[*M, N]):
+    parallel m in M
+    tile n in N, k in K
+    p = x[m, t[m]]
+    y[m, n] = where(s[m] > 0.0, n * p, 0.0)
+    x[m, n] = x[m, n] + p - max(v[k] + s[m], k)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_neither_way_waits_for_a_later_pass_does(backend: str) -> None:
+    """All threads load `p`; the choice overwrites nothing, and a warp alone reduces without a barrier."""
+    generator = torch.Generator().manual_seed(1)
+    x, v, s = (torch.randn(shape, generator=generator) for shape in ((3, 37), (20,), (3,)))
+    c = call(LATER, "k", x=x, v=v, s=s, t=torch.tensor([1, 2, 3]))
+    schedule = Schedule(32, 1, chunks=(("n", 8), ("k", 8)))
+    assert kinds(scheduled(c, backend, schedule).steps) == "straight [loop | loop] loop loop"
+    agree(equal(c, backend, schedule), oracle(c), 4)
+    if backend == "cuda":
+        assert compiled(c, schedule).source.rindex("__syncthreads();") > compiled(c, schedule).source.rindex("__shfl")
+    else:
+        assert emitted(c, schedule).source.count("tl.debug_barrier()") == 1
+
+
 REDUCED = """
 kernel k(x: T[*M, N], s: T[*M]) -> (y: T[*M, N], z: T[*M]):
     parallel m in M
