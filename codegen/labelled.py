@@ -61,11 +61,11 @@ class _Passes:
         out: list[Step] = []
         for step in steps:
             if isinstance(step, Choice):
-                outside = dict(self.lets)
+                outside, stored = dict(self.lets), set(self.stored)
                 yes = self.steps(step.yes)
-                self.lets = dict(outside)
+                self.lets, self.stored = outside | self._loaded(), stored
                 step = replace(step, yes=yes, no=self.steps(step.no))
-                self.lets = outside
+                self.lets = outside | self._loaded()
             new = tuple(self._pass(step)) if isinstance(step, Loop) else (step,)
             out += new
             for s in (s for one in new for s in one.body):
@@ -74,6 +74,10 @@ class _Passes:
                 elif not isinstance(step, Choice) and not s.value.axes & self.tiles:
                     self.lets[s.name] = s
         return tuple(out)
+
+    def _loaded(self) -> dict[str, ir.Let]:
+        """The new loads, by name: they stand in front of all passes, so every way has them."""
+        return {s.name: s for loads in self.loads.values() for s in loads}
 
     def _pass(self, step: Loop) -> Iterator[Step]:
         """The pass, and the elements apart behind it, if there are such."""

@@ -175,6 +175,17 @@ def test_by_hand(kernel: str, n: int) -> None:
     within_bounds(c, cuda_kit.run(c, schedule, seed=1))
 
 
+def test_a_maximum_at_the_edge_of_a_peeled_row() -> None:
+    """What the vectors have summed is taken against it, as there is more than one pass then."""
+    n = 1003
+    x = torch.randn(4, n, generator=torch.Generator().manual_seed(2)).to(BF16)
+    x[0, 0] = x[1, n - 1] = x[2, 1] = x[3, n - 2] = 9.0
+    c = call(TEXT, "log_softmax", x=x, s=torch.ones(4))
+    schedule = Schedule(32, 1, 8, chunks=(("n", n),), name="looped", peeled=True)
+    assert "_part *= " in program(c, override=schedule).source
+    within_bounds(c, cuda_kit.run(c, schedule, seed=1))
+
+
 REVERSED = """kernel k(x: inout T[*M, N]):
     parallel m in M
     tile n in N

@@ -128,6 +128,26 @@ def test_what_is_loaded_at_the_label_comes_before_it_is_overwritten(backend: str
     assert len(gathers) == 1
 
 
+WAYS = (
+    PLACE
+    + """    g = f32(n == t[m]) + s[m]
+    x[m, n] = where(s[m] > 0.0, e * (1.0 + s[m]) - where(n == t[m], 2.0, 0.0), g * g * e)
+"""
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_way_uses_nothing_of_the_other(backend: str) -> None:
+    """`1.0 + s[m]` has a name in the first way; in the second it is the value of `g` at the label. What is loaded at
+    the label is in front of both."""
+    c, schedule = example(WAYS), looped(backend, "n", 8)
+    (choice,) = (step for step in scheduled(c, backend, schedule).steps if isinstance(step, Choice))
+    assert kinds([choice]) == "[straight loop element | loop element]"
+    body = scheduled(c, backend, schedule).kernel.body
+    assert len([x for x in body if isinstance(x.value, ir.Load) and isinstance(x.value.at[-1], ir.Ref)]) == 1
+    equal(c, backend, schedule)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_element_is_compared_in_the_pass(backend: str) -> None:
     s = scheduled(example(TEXTS["condition"]), backend, looped(backend, "n", 8))
