@@ -234,7 +234,7 @@ TRITON_HELD_ALONE_BEYOND = 16 << 10
 # row's values (a logarithm), and for the mask of an element that is computed. So counted, norms and softmaxes of
 # bf16, f16 and f32 of 16 to 56 words a thread spill nothing for sm_90.
 TRITON_HELD_MOST = 44
-TRITON_HELD_WORDS = Ladder(((512, 56), (INF, 52)))
+TRITON_HELD_WORDS = Ladder(((512, 56), (INF, 53)))
 TRITON_HELD_REDUCTION = 12
 TRITON_HELD_FUNCTION = 5
 TRITON_HELD_MASK = 1.25
