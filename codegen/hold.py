@@ -21,6 +21,11 @@ from kgen.codegen.words import tile_words
 from kgen.dsl import ir
 
 _WORD = 4  # bytes
+# What is computed of an element in a few instructions, with a register or two beside it.
+_LIGHT = frozenset((
+    "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
+    "not", "exp", "exp2",
+))  # fmt: skip
 # What is computed in many instructions.
 _FUNCTIONS = frozenset(("exp", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "pow"))
 
@@ -67,14 +72,35 @@ def holding(kernel: ir.Kernel, variant: Variant) -> Schedule | None:
             steps = steps_of(kernel, trial)
         except ScheduleError:
             return None
-        if not again:
-            return None  # one pass over the row is enough
+        if not again or not _simple(steps, again):
+            return None  # one pass over the row is enough, or the estimate below is not for such
         words = _words(kernel, again) * axis.extent.constant
         if trial.threads == ladders.TRITON_HELD_ALONE and words <= ladders.TRITON_HELD_ALONE_BEYOND:
             return None  # passes find it in the caches
         if fits(kernel, variant, trial, steps):
             return trial
     return None
+
+
+def _simple(steps: tuple[Step, ...], held: frozenset[str]) -> bool:
+    """Whether passes do what those of norms and softmaxes do, which registers are estimated for: an exact quotient, a
+    function but the exponential or the place of an extreme takes more of them for each element, and what two passes
+    load that is not `held` the compiler holds, wider than it lies in memory."""
+    seen: set[str] = set()
+    for step in steps:
+        if not isinstance(step, Loop):
+            continue
+        reductions = [s.value for s in step.body if isinstance(s.value, ir.Reduce)]
+        if len(reductions) > 1 or any(e.kind in ("argmax", "argmin") for e in reductions):
+            return False
+        for s in step.body:
+            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load):
+                if s.name in seen:
+                    return False
+                seen |= {s.name} - held
+            elif any(isinstance(e, ir.Op) and e.fn not in _LIGHT and step.axis in e.axes for e in ir.walk(s.value)):
+                return False
+    return True
 
 
 def _widest(kernel: ir.Kernel, axis: ir.Axis) -> int:

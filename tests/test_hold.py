@@ -231,6 +231,23 @@ def test_what_is_not_held() -> None:
 # ---- who says otherwise --------------------------------------------------------------------------------------------
 
 
+# Kernels that take more registers for an element than norms and softmaxes do: held, each spilled 16 to 424 bytes.
+HEAVY = {
+    "quotient": "    lo, hi = min(x[m, n], n), max(x[m, n], n)\n    y[m, n] = (x[m, n] - lo) / (hi - lo + 1e-3)\n",
+    "function": "    g = x[m, n] * sigmoid(1.702 * x[m, n])\n    y[m, n] = softmax(g, n)\n",
+    "place": "    b = argmax(x[m, n], n)\n    y[m, n] = x[m, n] - max(where(n == b, -1e30, x[m, n]), n)\n",
+    "weights in all passes": "    y[m, n] = softmax(x[m, n] * w[n], n)\n",
+}
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(BF16, 16384), (BF16, 33000), (BF16, 65536), (F32, 8192), (F32, 16384)])
+@pytest.mark.parametrize("name", HEAVY)
+def test_what_takes_more_registers_is_not_held(name: str, dtype: torch.dtype, n: int) -> None:
+    text = HEAD.replace("x: T[*M, N]", "x: T[*M, N], w: T[N]") + HEAVY[name]
+    c = call(text, "k", x=empty(4, n, dtype=dtype), w=empty(n, dtype=dtype))
+    assert not scheduled(c).held
+
+
 def test_knobs() -> None:
     c = call(RMS, "rms_norm", x=empty(4, 65536))
     was, without = scheduled(c).schedule, scheduled(c, Knobs(hold=0))
