@@ -353,7 +353,7 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
     import triton
     from triton import knobs
 
-    from kgen.runtime.triton_compile import assembler, compile_triton, options
+    from kgen.runtime.triton_compile import assembler, compile_triton, told
 
     number = arch.removeprefix("sm_")
     if not number.isdigit():
@@ -371,9 +371,8 @@ def _triton(target: Target, program: Program, arch: str) -> tuple[str, _Build]:
         made = Binary(done.cubin, done.ptx.rstrip("\0"), done.resources, done.shared_bytes)
         return made, {program.entry: done.resources}
 
-    told = [f"{k}={v}" for k, v in sorted(options(program).items())]
     key = cache_key(
-        "triton-file", program.source, program.entry, triton.__version__, assembler(int(number)).version, *told,
-        arch, repr(variant),
+        "triton-file", program.source, program.entry, triton.__version__, assembler(int(number)).version,
+        told(program, variant), arch, repr(variant),
     )  # fmt: skip
     return key, build

@@ -160,6 +160,12 @@ def options(program: Program) -> dict[str, object]:
     return told if most is None else told | {"maxnreg": most}
 
 
+def told(program: Program, variant: Variant) -> str:
+    """All that Triton's compiler is told beside the text of `program`, for the keys of caches: programs for several
+    dtypes may have one text."""
+    return repr((options(program), signature(program), attributes(program, variant)))
+
+
 def compile_triton(program: Program, variant: Variant, cap: int, folder: Path) -> Compiled:
     """Compile `program`, emitted for `variant`, for compute capability `cap` (80, 90, 100). The module's file is kept
     in `folder`; Triton keeps a cache of its own.
@@ -241,5 +247,6 @@ __all__ = [
     "load_module",
     "options",
     "signature",
+    "told",
     "write_source",
 ]

@@ -17,6 +17,8 @@ import pytest
 
 from kgen.dsl import parser
 from kgen.runtime import events, host_executor, triton_compile
+from kgen.runtime.ahead import Choices, target
+from kgen.runtime.backends import triton
 from kgen.runtime.cache import CACHE, Cache, cache_key, default_root
 from kgen.runtime.flight import SingleFlight
 
@@ -267,3 +269,18 @@ def test_a_failure_is_shared_and_then_tried_again() -> None:
     assert all(isinstance(r, ValueError) for r in results)
     assert len(built) == 1
     assert flight.get_or_build("k", lambda: "now") == "now"
+
+
+def test_programs_of_one_text_and_two_dtypes_have_an_entry_each(tmp_path: Path) -> None:
+    """What loads widen, and a store of f32, do not tell f16 from bf16."""
+    cache, found = Cache(tmp_path), {}
+    for dtype in ("f16", "bf16"):
+        text = f"kernel square(x: {dtype}[*M]) -> (y: f32[*M]):\n    parallel m in M\n    y[m] = x[m] * x[m]\n"
+        module = parser.parse_text(text, "square.kdsl")
+        made = target(module, module.kernels[0], Choices(dims={"M": 64}))
+        program = made.program("triton")
+        binary = triton.compiled(program, made.layout.variant, 90, cache)
+        found[dtype] = program.source, binary.key, binary.cubin
+    (one, key, cubin), (other, other_key, other_cubin) = found.values()
+    assert one == other
+    assert key != other_key and cubin != other_cubin

@@ -79,7 +79,7 @@ def compiled(program: Program, variant: Variant, capability: int, cache: Cache) 
     An entry is one line of JSON and the cubin, so that a process that finds it need not import Triton. Triton's own
     cache would still have to be asked through its compiler.
     """
-    from kgen.runtime.triton_compile import attributes, compile_triton, options
+    from kgen.runtime.triton_compile import compile_triton, told
 
     built = False
 
@@ -93,9 +93,8 @@ def compiled(program: Program, variant: Variant, capability: int, cache: Cache) 
                 "nulls": added_pointers(program, handle.metadata, handle.asm["ptx"])}  # fmt: skip
         return json.dumps(head).encode() + b"\n" + handle.asm["cubin"]
 
-    given = {"options": options(program), "attributes": attributes(program, variant)}
-    arch = f"sm_{capability}"
-    key = cache_key("triton", program.source, program.entry, triton_version(), chosen_ptxas(), repr(given), arch)
+    given, arch = told(program, variant), f"sm_{capability}"
+    key = cache_key("triton", program.source, program.entry, triton_version(), chosen_ptxas(), given, arch)
     head, _, cubin = cache.get_or_build(key, build).partition(b"\n")
     if not built:
         events.count("load:triton")
