@@ -301,7 +301,8 @@ class _Emitter:
             total = self.sums[s.tensor, s.at]
             return [*out, _Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
         sums = self.scheduled.sums
-        streamed = self.in_chunks is not None and (sums is None or s.tensor not in sums.zeroed)
+        again = self.in_chunks is not None and not self.scheduled.schedule.held  # passes find rows in the caches
+        streamed = again and (sums is None or s.tensor not in sums.zeroed)
         return [*out, *self._barrier(s), *(_Line(t, s.span) for t in self.memory.store(s, streamed=streamed))]
 
     def _load(self, load: str, e: ir.Load, other: Number | None) -> tuple[list[str], tuple[str, ...]]:
