@@ -24,6 +24,9 @@ _NOT_PEELED = (
     "indices, or overwrites other elements than it reads"
 )
 MOST_BLOCKS, MOST_STAGES, MOST_AHEAD = (KNOBS[name].most for name in ("blocks", "stages", "ahead"))
+# Chunks of a row that is held, over which every pass is unrolled: Triton's compiler takes minutes for hundreds of them,
+# and default schedules have up to 25.
+MOST_HELD = 64
 _SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster", "peel", "hold")
 _HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
           ">=": operator.ge}  # fmt: skip
@@ -223,6 +226,11 @@ def check(kernel: ir.Kernel, backend: str, schedule: Schedule) -> None:
         raise _refused(kernel, f"{schedule.rows} rows do not share out among {schedule.threads} threads")
     if schedule.held and backend != "triton":
         raise _refused(kernel, "to hold chunks of a row is for Triton")
+    for axis, chunk in schedule.chunks if schedule.held else ():
+        count = -(-kernel.axis(axis).extent.constant // chunk)
+        if count > MOST_HELD:
+            what = f"its passes over {axis} are unrolled {count} times, more than {MOST_HELD}; take larger chunks"
+            raise _refused(kernel, f"to hold the row, {what}, or hold = 0")
     if schedule.cluster > 1:
         if backend != "cuda" or not kernel.tiles:
             raise _refused(kernel, "a cluster shares a row: it is for CUDA kernels with tile indices")

@@ -269,6 +269,7 @@ def test_knobs() -> None:
         (RMS, 65536, "cuda", Knobs(hold=1), "hold is for Triton alone"),
         (RMS, 65536, "triton", Knobs(hold=2), "hold is 2, expected 0 or 1"),
         (RMS, 4096, "triton", Knobs(hold=1), "hold is for rows in chunks"),
+        (RMS, 65536, "triton", Knobs(hold=1, chunks=(("n", 512),)), "unrolled 128 times, more than 64"),
         (SUMS, 4096, "triton", Knobs(hold=1, chunks=(("n", 1024),)), "nothing to hold, as it sums over programs"),
         (HEAD + "    y[m, n] = x[m, n] + 1.0\n", 4096, "triton", Knobs(hold=1, chunks=(("n", 1024),)),
          "no two passes over chunks load the same"),
