@@ -33,6 +33,7 @@ from kgen.codegen.rows import (
     exponentials,
     in_place,
     legal,
+    met,
     ordered,
     read_once,
     row_bytes,
@@ -136,7 +137,7 @@ def sum_blocks(
     backend: str,
     schedule: Schedule,
     steps: tuple[Step, ...],
-    capability: int = _CLUSTERS_SINCE,
+    capability: int,
 ) -> int:
     """Programs of a sum that a multiprocessor holds at a time, all of which are started at once: as many as make
     `SUM_THREADS` threads, fewer where their registers would not fit."""
@@ -229,7 +230,7 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
             break
         threads *= 2
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
-        several = vectors and _met(kernel) > 1
+        several = vectors and met(kernel) > 1
         for spread in _clusters(kernel, vector, peeled, several):
             if _fits(kernel, variant, spread) or (several and _room(kernel, variant, spread)):
                 return spread
@@ -256,7 +257,7 @@ def _sum_row(kernel: ir.Kernel, variant: Variant, axis: str, vector: int) -> Sch
         if threads and n >= ladders.SUM_BUSY * -(-n // (threads * width)) * threads * width
     ]
     fitting = (s for s in rows if _fits(kernel, variant, s))
-    if _met(kernel) < 2:
+    if met(kernel) < 2:
         return next((s for s in fitting if 2 * s.team >= most), None)
     room = {s: _room(kernel, variant, s) for s in rows}
     two = (s for s in rows if room[s] > 1)
@@ -297,12 +298,7 @@ def _clusters_pay(kernel: ir.Kernel) -> bool:
     """Whether a row without sums over programs that does not fit a CTA is better held by a cluster than taken in
     chunks: where its CTAs meet once."""
     wide = whole_row_bytes(kernel) > ladders.CLUSTER_BYTES
-    return wide and _met(kernel) == 1 and not in_place(kernel)
-
-
-def _met(kernel: ir.Kernel) -> int:
-    """How many times the threads of a row meet."""
-    return sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
+    return wide and met(kernel) == 1 and not in_place(kernel)
 
 
 def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule:
@@ -325,7 +321,7 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
     whole = held(kernel, Schedule(32, 1))
     ladder = ladders.LOOP_THREADS_IN_PLACE if in_place(kernel) else ladders.LOOP_THREADS
     threads = ladder[row_bytes(kernel, whole)]
-    most = ladders.LOOP_SLOTS_IN_PLACE if in_place(kernel) and _met(kernel) else ladders.LOOP_SLOTS[threads]
+    most = ladders.LOOP_SLOTS_IN_PLACE if in_place(kernel) and met(kernel) else ladders.LOOP_SLOTS[threads]
     if has_sums(kernel):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
     room = ladders.LOOP_REGISTERS_IN_PLACE[threads]

@@ -15,6 +15,7 @@ from kgen.codegen import ladders
 from kgen.codegen.layout import ceil_power, vector_limit
 from kgen.codegen.online import paired, steps_of
 from kgen.codegen.phases import refs
+from kgen.codegen.rows import met
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import tile_words
@@ -62,7 +63,7 @@ def holding(kernel: ir.Kernel, variant: Variant) -> Schedule | None:
     """The schedule of `kernel`, which has one tile index and no sums over programs, in which a program holds a row in
     chunks; None where it would not help or the registers would not suffice."""
     (axis,) = kernel.tiles
-    reductions = sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
+    reductions = met(kernel)
     if _widest(kernel, axis) <= ladders.TRITON_HELD_BEYOND[reductions]:
         return None  # a block holds it as well
     for trial in _trials(kernel, variant, axis, reductions):

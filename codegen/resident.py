@@ -67,8 +67,8 @@ def most_registers(schedule: Schedule, sums: Sums | None) -> int | None:
     told. It is where rows are staged by default: it would rather spill 8 bytes of RMSNorm in f32, of 2304 columns, than
     use more than 64, where 128 fit. And it is where rows are held by default: for softmax of 33000 columns it would use
     105 without need, and a multiprocessor would run one program."""
-    if schedule.held and schedule.threads < ladders.SUM_THREADS and schedule.by == "ladders":
-        return ladders.REGISTER_FILE // ladders.SUM_THREADS
+    if schedule.held and schedule.threads < ladders.TRITON_HELD_ALONE and schedule.by == "ladders":
+        return ladders.REGISTER_FILE // ladders.TRITON_HELD_ALONE
     if sums is None or schedule.stages == 1 or schedule.chunks or schedule.by != "ladders":
         return None
     fit = ladders.REGISTER_FILE // (schedule.threads * sums.blocks)

@@ -5,6 +5,7 @@ Facts of a kernel in normal form, which the choice of a schedule rests on whatev
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from math import prod
 
 from kgen.codegen.layout import accesses, held
@@ -25,6 +26,20 @@ def in_place(kernel: ir.Kernel) -> bool:
 def exponentials(kernel: ir.Kernel) -> bool:
     """Whether a row's sum of exponentials and its maximum would be taken in one pass over chunks."""
     return any(pair(kernel, a.name) is not kernel for a in kernel.tiles)
+
+
+def met(kernel: ir.Kernel) -> int:
+    """How many times the threads of a row meet."""
+    return sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
+
+
+def own_loads(kernel: ir.Kernel, body: Iterable[ir.Stmt], along: Set[str]) -> dict[str, ir.Load]:
+    """The loads of `body` along some of the tile indices `along` with every row index, by name: most often of what no
+    two rows share."""
+    rows = {a.name for a in kernel.parallel}
+    loads = {s.name: s.value for s in body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
+    symbols = {n: ir.subscript_symbols(e.at) for n, e in loads.items()}
+    return {n: e for n, e in loads.items() if rows <= symbols[n] and symbols[n] & along}
 
 
 def stores_rows(kernel: ir.Kernel) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from kgen.codegen.names import Names
 from kgen.codegen.origins import file_name
 from kgen.codegen.program import Arg, Program
-from kgen.codegen.resident import most_registers
 from kgen.codegen.templating import render
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.codegen.triton.reserved import RESERVED
@@ -32,6 +31,7 @@ from kgen.runtime.launches import (
     shares,
     workspaces,
 )
+from kgen.runtime.triton_compile import options
 
 _HELPERS = frozenset(("torch", "_checked", "_rank", "_multiprocessors"))
 _CEIL = "triton.cdiv({}, {})"
@@ -142,7 +142,7 @@ class HostFunction:
             "guarded": own.blocks.constant in (None, 0),
             "arguments": [self._argument(a) for a in p.args],
             "warps": p.schedule.threads // 32,
-            "registers": most_registers(p.schedule, p.stage.sums if p.stage is not None else None),
+            "registers": options(p).get("maxnreg"),
         }
 
     # -- checks --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from kgen.codegen import ladders
 from kgen.codegen.layout import Layout
 from kgen.codegen.machines import architecture
 from kgen.codegen.registers import tile_registers
+from kgen.codegen.rows import own_loads
 from kgen.codegen.schedule import Choice, Loop, Scheduled, Step
 from kgen.dsl import ir
 
@@ -36,15 +37,11 @@ def read_again(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout) ->
 
 
 def _own_rows(kernel: ir.Kernel, step: Step) -> dict[str, ir.Load]:
-    """The loads of a pass, or a choice of passes, along its axis with every row index: most often of what no other
-    program reads. There are none where programs loop over rows, as which of them a program takes is an index too."""
+    """The loads of a pass, or a choice of passes, of its own rows. There are none where programs loop over rows, as
+    which of them a program takes is an index too."""
     if isinstance(step, Choice):
         return {n: e for inner in (*step.yes, *step.no) for n, e in _own_rows(kernel, inner).items()}
-    if not isinstance(step, Loop):
-        return {}
-    rows = {a.name for a in kernel.parallel}
-    loads = {s.name: s.value for s in step.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
-    return {n: e for n, e in loads.items() if rows | {step.axis} <= ir.subscript_symbols(e.at)}
+    return own_loads(kernel, step.body, {step.axis}) if isinstance(step, Loop) else {}
 
 
 def _reads(loads: dict[str, ir.Load], load: ir.Load) -> bool:

@@ -13,22 +13,17 @@ output is read next, it and its neighbours take the same with as without.
 
 from __future__ import annotations
 
+from kgen.codegen.rows import own_loads
 from kgen.codegen.schedule import Scheduled
 from kgen.dsl import ir
 
 
 def given_up_last(scheduled: Scheduled) -> frozenset[str]:
     """The loads of `scheduled`, by name."""
-    found = scheduled.kept | (_own_rows(scheduled.kernel) if scheduled.sums is None else frozenset())
-    return found | _weights(scheduled.kernel) if scheduled.held else found
-
-
-def _own_rows(kernel: ir.Kernel) -> frozenset[str]:
-    """The loads of tiles with every row index: most often of what no two rows share."""
-    rows, tiles = {a.name for a in kernel.parallel}, {a.name for a in kernel.tiles}
-    loads = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
-    own = {n: ir.subscript_symbols(e.at) for n, e in loads.items()}
-    return frozenset(n for n, symbols in own.items() if rows <= symbols and symbols & tiles)
+    kernel, found = scheduled.kernel, scheduled.kept
+    if scheduled.sums is None:
+        found = found.union(own_loads(kernel, kernel.body, {a.name for a in kernel.tiles}))
+    return found | _weights(kernel) if scheduled.held else found
 
 
 def _weights(kernel: ir.Kernel) -> frozenset[str]:
