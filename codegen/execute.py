@@ -17,8 +17,8 @@ from kgen.codegen.space import Block, Subscript, blocks
 from kgen.codegen.torch_dtypes import FROM_TORCH, TORCH, rounded
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DType
+from kgen.dsl.errors import KgenError
 
 V = TypeVar("V")
 ScalarValue = float | int | bool

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 
 class ScheduleError(KgenError):

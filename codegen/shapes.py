@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 Shape = tuple[int, ...]
 

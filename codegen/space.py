@@ -15,7 +15,7 @@ import torch
 
 from kgen.dsl import ir
 from kgen.dsl.affine import FloorDiv, Poly, Sym
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 Subscript = Poly | torch.Tensor
 

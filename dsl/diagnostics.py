@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kgen.dsl.errors import KgenError
 from kgen.dsl.source import Span
-
-
-class KgenError(Exception):
-    """Base of every error that is the user's to see. Its text is complete: no traceback is needed to act on it."""
 
 
 @dataclass(frozen=True)

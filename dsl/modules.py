@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 
 from kgen.dsl import ast
-from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.errors import KgenError
 from kgen.dsl.garbage import collected_later
 from kgen.dsl.lexing import normalised
 from kgen.dsl.parser import parse

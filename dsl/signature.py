@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import DType
@@ -22,8 +23,7 @@ OP_OPTIONS: Mapping[str, object] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TensorParam:
+class TensorParam(NamedTuple):
     """A tensor argument. `dtype` is a dtype name or a dtype variable; `shape` is over dimensions and const ints.
 
     `follows` is set in a backward for the gradient of an optional tensor: the one whose presence it shares.
@@ -39,8 +39,7 @@ class TensorParam:
     follows: str = ""
 
 
-@dataclass(frozen=True)
-class ScalarParam:
+class ScalarParam(NamedTuple):
     """A scalar argument; `const` ones are compile-time. `default` is None where the caller must give it."""
 
     name: str

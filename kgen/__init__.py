@@ -18,10 +18,11 @@ if importlib.util.find_spec("kgen.dsl") is None:
     __path__.append(str(Path(__file__).resolve().parent.parent))
 
 from kgen.dsl import keeping
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.errors import KgenError
 
 if TYPE_CHECKING:
     __version__: str
+    from kgen.dsl.diagnostics import DslError
     from kgen.runtime.errors import ArgumentError, BackendError
     from kgen.runtime.kernel import Kernel
     from kgen.runtime.loading import KernelModule, load, load_packaged, loads
@@ -44,11 +45,12 @@ __all__ = [
     "set_backend",
 ]
 
-# What needs torch is imported at its first use, so that `import kgen` and the tools that only read files start at once.
+# Imported at its first use, as most of it needs torch: `import kgen` and the tools that only read files start at once.
 _LAZY = {
     "ArgumentError": "kgen.runtime.errors",
     "BackendError": "kgen.runtime.errors",
     "BackendStatus": "kgen.runtime.registry",
+    "DslError": "kgen.dsl.diagnostics",
     "Kernel": "kgen.runtime.kernel",
     "KernelModule": "kgen.runtime.loading",
     "backend": "kgen.runtime.registry",

@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch.autograd import forward_ad
 
-from kgen.dsl.dtypes import DTYPES
-from kgen.dsl.signature import Signature, TensorParam
+from kgen.dsl.signature import TensorParam
 from kgen.runtime.binding import examine, refuse_scalar_gradient
-from kgen.runtime.derivatives import Once, ReverseOnly, no_forward_mode
+from kgen.runtime.derivatives import Once, ReverseOnly
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.picking import picker
 from kgen.runtime.unrolled import Recorded
@@ -29,7 +27,6 @@ from kgen.runtime.unrolled import Recorded
 if TYPE_CHECKING:
     from kgen.codegen.derive import Derived
     from kgen.dsl import ir
-    from kgen.runtime.host.op import HostOp
     from kgen.runtime.kernel import Kernel
     from kgen.runtime.plan import ReadyCall
 
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 Place = tuple[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Training:
     """The two kernels behind one call that records gradients, and which argument is what.
 
@@ -89,20 +86,6 @@ class Training:
     def scalars(self) -> tuple[int, ...]:
         """The parameters of the original kernel whose numbers the backward kernel reads."""
         return tuple(i for where, i in self.arguments if where == "scalar")
-
-
-def requiring(kernel: Kernel, values: Sequence[Any]) -> tuple[int, ...]:
-    """The parameters among `values` that ask for a gradient; none for a kernel whose outputs cannot carry one.
-
-    Raises ArgumentError for a value that carries a tangent: no output would, which means a derivative of zero.
-    """
-    if not kernel.has_float_output:
-        return ()
-    if forward_ad._current_level >= 0:
-        refuse_tangents(kernel, values)
-    # What is no tensor is refused later, in words. A list, as this is on the path of every call outside no_grad.
-    wanted = [i for i in kernel.tensor_at if getattr(values[i], "requires_grad", False)]
-    return tuple(wanted) if wanted else ()
 
 
 def training(kernel: Kernel, values: Sequence[Any], wanted: tuple[int, ...]) -> Training:
@@ -175,8 +158,7 @@ def _training(kernel: Kernel, specialized: ir.Kernel, wanted: tuple[int, ...]) -
 # ---- one definition of both directions, for eager calls and for torch.compile ----------------------------------------
 
 
-@dataclass(frozen=True)
-class Like:
+class Like(NamedTuple):
     """Shape, dtype and device of an output, for a gradient of zeros where none arrives."""
 
     shape: torch.Size
@@ -258,13 +240,6 @@ def refuse(kernel: Kernel, values: Sequence[Any], wanted: Sequence[int], outs: S
         training(kernel, values, tuple(wanted))  # says that a kernel that overwrites an argument is not derived
 
 
-def refuse_tangents(called: Kernel | HostOp, values: Sequence[Any]) -> None:
-    """Raise for a value inside `torch.autograd.forward_ad.dual_level` that carries a tangent."""
-    for p, t in zip(called.signature.params, values, strict=True):
-        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise no_forward_mode(called.name, f"argument '{p.name}'")
-
-
 class _Call(torch.autograd.Function):
     """The training form of one kernel call."""
 
@@ -282,8 +257,7 @@ class _Call(torch.autograd.Function):
         return (None, None, None, *(found.get(i) for i in range(len(ctx.needs_input_grad) - 3)))
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What the backward pass of a call that guards have recognised needs of it, beside tensors and numbers: the
     training form, the backend, which of the original parameters are tensors that are given, and what outputs are like
     where a gradient of zeros may be needed."""
@@ -361,13 +335,3 @@ def _run_backward(t: Training, choice: str, arguments: list[Any]) -> Any:
     if torch.is_grad_enabled():  # create_graph=True: the results must say that they cannot be differentiated
         return cast(Any, Once).apply(t, lambda *given: t.backward.ordered(given, choice), *arguments)
     return t.backward.ordered(arguments, choice)
-
-
-def float_output(signature: Signature) -> bool:
-    """Whether some tensor that the kernel writes may have a floating-point dtype."""
-    return any(
-        d.kind == "float"
-        for t in signature.tensors
-        if t.role != "in"
-        for d in ((DTYPES[t.dtype],) if t.dtype in DTYPES else signature.dtype_vars[t.dtype])
-    )

@@ -19,7 +19,8 @@ from typing import Any
 from kgen.codegen.program import Program
 from kgen.dsl import ast
 from kgen.dsl.check import TensorParam
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.diagnostics import DslError
+from kgen.dsl.errors import KgenError
 from kgen.dsl.host import ast as host
 from kgen.runtime import eject
 from kgen.runtime.ahead import BACKENDS, Binary, Choices, Target, binary, target

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime.cases import Trial, question, smaller, trials, without_gradient
 from kgen.runtime.differential import Answer, Question, answer, guilty
 from kgen.runtime.gradients import answers, departs

@@ -12,7 +12,7 @@ import torch
 from kgen.codegen.interpret import MAX_ELEMENTS, Interpreter
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 
 class CheckError(KgenError):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime.errors import ArgumentError
 
 

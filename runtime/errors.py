@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 
 class ArgumentError(KgenError):

@@ -11,13 +11,12 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kgen.dsl.locks import lock
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One execution: which kernel, on which executor (such as "cuda-host") and device, and its number of programs.
 
     `programs` is 0 for the reference, which does not divide the work.

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kgen.dsl.signature import Specialization, TensorParam
-from kgen.runtime import autograd, recent, registry, stored
+from kgen.runtime import differentiable, recent, registry, stored
 from kgen.runtime.binding import Binder, has_memory, is_fake, is_traced, python_signature
 from kgen.runtime.checked_modules import Checked
 from kgen.runtime.flight import SingleFlight
@@ -25,6 +25,7 @@ from kgen.runtime.unrolled import UNLIKE
 if TYPE_CHECKING:
     from kgen.codegen.knobs import Knobs
     from kgen.dsl import ast, ir
+    from kgen.runtime import autograd
     from kgen.runtime.backends.base import Executor
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -84,7 +85,7 @@ class Kernel:
         self.binder = Binder(self.signature)
         # Whether its calls are those of a training form, inside which torch has the grad mode off.
         self.recorded = False
-        self.has_float_output = autograd.float_output(self.signature)
+        self.has_float_output = differentiable.float_output(self.signature)
         params = self.signature.params
         self.tensor_at = tuple(i for i, p in enumerate(params) if isinstance(p, TensorParam))
         self.const_at = tuple(i for i, p in enumerate(params) if not isinstance(p, TensorParam) and p.const)
@@ -188,7 +189,9 @@ class Kernel:
 
             return library.call(self, values, outs, choice)
         if torch.is_grad_enabled():
-            if wanted := autograd.requiring(self, values):
+            if wanted := differentiable.requiring(self, values):
+                from kgen.runtime import autograd  # which only those load that need gradients
+
                 if outs is not None or self.inout_at:
                     autograd.refuse(self, values, wanted, outs)
                 else:
@@ -198,7 +201,7 @@ class Kernel:
                     self._remember_recorded(group, choice, values, wanted, like)
                     return results
         elif forward_ad._current_level >= 0 and self.has_float_output:  # torch.no_grad() stops no tangent
-            autograd.refuse_tangents(self, values)
+            differentiable.refuse_tangents(self, values)
         ready, addresses, is_kept = self._find(values, outs, like, choice)
         if ready is None:
             from kgen.runtime import library  # as above
@@ -261,6 +264,8 @@ class Kernel:
     ) -> None:
         if not recent.guardable([t for i in self.tensor_at if (t := values[i]) is not None]):
             return
+        from kgen.runtime import autograd  # as above
+
         t = autograd.training(self, values, wanted)
         ready, _, is_kept = t.forward._find([values[i] for i in t.inputs], None, like, choice)
         if ready is not None and is_kept:

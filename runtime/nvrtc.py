@@ -18,7 +18,7 @@ from typing import Any
 
 from kgen.codegen.machines import OLDEST, too_old
 from kgen.codegen.origins import position
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.dsl.source import Span
 from kgen.runtime.foreign_caches import before_cupy
 

@@ -7,9 +7,8 @@ strides of one exact signature filled in: what remains is to allocate outputs, p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from kgen.codegen.variant import Variant
 
 
-@dataclass(frozen=True)
-class PlanKey:
+class PlanKey(NamedTuple):
     """What a compiled kernel depends on.
 
     `specialization` stands for dtypes, constants and optional tensors; `groups` are the merged parallel indices.
@@ -47,8 +45,7 @@ class PlanKey:
 Plans = SingleFlight[PlanKey, Built]
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """One tensor argument of a ready call: what the check for shared memory needs."""
 
     name: str

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kgen.runtime import autograd, unrolled
+from kgen.runtime import unrolled
 from kgen.runtime.picking import picker
 from kgen.runtime.plan import ReadyCall, ScalarSlot, converted
 from kgen.runtime.unrolled import UNLIKE, Guards, modes
@@ -65,6 +65,8 @@ def remember_recorded(
     # A scalar of the training form is a parameter of the kernel, at another place.
     slots = [(t.inputs[i], convert, default, number) for i, convert, default, number in ready.scalars]
     guards = None if _own(values, others) else _guards(kernel, values, others, (), slots)
+    from kgen.runtime import autograd  # which only those load that need gradients
+
     recorded = autograd.recorded(t, choice, ready, guards.tensors) if guards is not None else None
     if guards is None or recorded is None:
         return None

@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kgen.runtime.errors import BackendError
 
@@ -30,8 +29,7 @@ _environment: str | None = None  # KGEN_BACKEND, once it has been read
 _executors: dict[tuple[str, str], Executor] = {}
 
 
-@dataclass(frozen=True)
-class BackendStatus:
+class BackendStatus(NamedTuple):
     """One backend on one device: the executor it stands for, and, where it cannot run, why and what to install."""
 
     name: str

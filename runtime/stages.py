@@ -8,9 +8,9 @@ the call holds its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kgen.runtime.layouts import Layout
 
 
-@dataclass(frozen=True)
-class Workspace:
+class Workspace(NamedTuple):
     """A contiguous tensor to allocate for one call; `zeroed` if it must be zero before the first launch."""
 
     name: str

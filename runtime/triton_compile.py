@@ -28,7 +28,7 @@ from kgen.codegen.program import Program
 from kgen.codegen.resident import most_registers
 from kgen.codegen.triton.intrinsics import SIGNATURE
 from kgen.codegen.variant import Variant
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.dsl.locks import rlock
 from kgen.runtime.nvrtc import CudaCompileError, Resources, find_tool, parse_resources
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from kgen.codegen.program import Arg, Program
-from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import BF16
+from kgen.dsl.errors import KgenError
 
 
 class TritonInterpretError(KgenError):

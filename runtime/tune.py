@@ -20,7 +20,7 @@ import torch
 from kgen.codegen.candidates import MOST
 from kgen.codegen.pipeline import MULTIPROCESSORS
 from kgen.codegen.program import Program
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime.backends.base import Executor, Generated
 from kgen.runtime.backends.launch import Built
 from kgen.runtime.cache import CACHE

@@ -22,7 +22,7 @@ from kgen.codegen.knobs import Knobs
 from kgen.codegen.program import Program
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime.backends.base import emitter
 from kgen.runtime.nvrtc import Resources
 

@@ -21,7 +21,7 @@ import torch
 from kgen.codegen.knobs import Knobs
 from kgen.codegen.schedule import ScheduleError
 from kgen.dsl import ir
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime.cache import write_atomically
 from kgen.runtime.installation import driver_version
 from kgen.runtime.tuned_paths import file_name, shipped_path, switched_off, user_folder, user_path

@@ -45,10 +45,9 @@ output is a residual.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -67,14 +66,13 @@ UNLIKE: Any = object()
 """What a function with guards returns for a call that they do not admit."""
 
 
-@dataclass(frozen=True)
-class Guards:
-    """Of a call with `count` values: `admits` are torch's guards of the tensors at `tensors`, `fixed` what other values
+class Guards(NamedTuple):
+    """Of a call with `arity` values: `admits` are torch's guards of the tensors at `tensors`, `fixed` what other values
     must be, `same` pairs (k, i): the tensor k of `others` is value i. `filled` says of each guarded tensor whether it
     has elements, and so must have an address. `scalars` are the scalars' positions, what was given for each and what
     that was converted to, and the function that converts another."""
 
-    count: int
+    arity: int
     admits: Callable[..., bool]
     tensors: Sequence[int]
     fixed: Mapping[int, Any]
@@ -83,8 +81,7 @@ class Guards:
     scalars: Sequence[tuple[int, Any, Any, Callable[[Any], Any]]]
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a ready call does: allocate `outputs`, `launch`, count. `elsewhere` is the same for any current device, from
     tensors, scalars and addresses."""
 
@@ -96,8 +93,7 @@ class Work:
     elsewhere: Callable[[list[Any], list[Any], list[int]], Any]
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What a call that records gradients does: `apply` is given a function of the context of torch's autograd and of
     what `plan` takes, and all guarded tensors.
 
@@ -119,12 +115,12 @@ class Recorded:
     kept: Sequence[int]
 
 
-@dataclass
 class _Text:
     """Lines of a function, and the objects behind the names in them."""
 
-    lines: list[str] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
 
     def add(self, line: str, **objects: Any) -> None:
         self.lines.append(line)
@@ -151,7 +147,7 @@ def guarded(guards: Guards, work: Work | Recorded) -> Callable[[Sequence[Any], S
     """
     text = _Text()
     tensors = [f"v{i}" for i in guards.tensors]
-    text.add(f"{_listed(f'v{i}' for i in range(guards.count))} = values")
+    text.add(f"{_listed(f'v{i}' for i in range(guards.arity))} = values")
     unlike = ["modes()", f"not admits({', '.join(tensors)})"]
     unlike += [f"v{i} is not f{i}" for i in guards.fixed] + [f"others[{k}] is not v{i}" for k, i in guards.same]
     text.add(

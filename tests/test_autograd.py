@@ -16,7 +16,7 @@ import kgen
 from kgen import ops
 from kgen.codegen.derive import DeriveError
 from kgen.dsl.check import TensorParam
-from kgen.runtime import autograd, events
+from kgen.runtime import autograd, differentiable, events
 
 __all__ = ["looked_up"]
 
@@ -38,7 +38,7 @@ def test_only_what_requires_grad_is_computed(which: str) -> None:
         if n in which:
             torch.testing.assert_close(t.grad, full[n].grad, rtol=1e-5, atol=1e-6)
     values = [*given.values(), 1e-5]
-    t = autograd.training(kernel, values, autograd.requiring(kernel, values))
+    t = autograd.training(kernel, values, differentiable.requiring(kernel, values))
     assert [o.name for o in t.backward.signature.outputs] == [f"d_{n}" for n in which]
 
 

@@ -19,10 +19,11 @@ from kgen.codegen.derive import derive
 from kgen.codegen.derive.paste import pasted
 from kgen.codegen.derive.written import by_hand
 from kgen.dsl.check import Specialization, check_module, elaborate, signature_of
-from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import BF16, F32
+from kgen.dsl.errors import KgenError
 from kgen.dsl.parser import parse_text
-from kgen.runtime import autograd, events
+from kgen.runtime import autograd, differentiable, events
 
 OPS = Path(__file__).resolve().parent.parent / "ops"
 
@@ -60,7 +61,7 @@ def close(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor],
 
 def texts(kernel: Any, *values: Any) -> tuple[str, str]:
     """The training form and the backward of a call, as text."""
-    t = autograd.training(kernel, list(values), autograd.requiring(kernel, values))
+    t = autograd.training(kernel, list(values), differentiable.requiring(kernel, values))
     return t.derived.forward_text, t.derived.backward_text
 
 

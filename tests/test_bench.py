@@ -25,7 +25,7 @@ from kgen.bench.peers import NotInstalled, attribute
 from kgen.bench.result import SCHEMA, Span, best_peer, load, meets, of_floor, save, slower_than_peer
 from kgen.bench.run import run
 from kgen.cli import app
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

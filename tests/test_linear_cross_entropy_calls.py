@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kgen
 from kgen import ops
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime import events
 from kgen.runtime.errors import ArgumentError
 

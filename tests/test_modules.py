@@ -3,7 +3,8 @@
 import pytest
 
 from kgen.dsl.codes import EXAMPLE_FILES, IMPORT_CODES
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.diagnostics import DslError
+from kgen.dsl.errors import KgenError
 from kgen.dsl.format import format_function
 from kgen.dsl.modules import load, load_source
 from kgen.dsl.source import SourceFile

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kgen.cli import app
 from kgen.cli.tune_products import op_of, problems_of, tasks_of
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.runtime.ahead import Choices
 from kgen.runtime.errors import BackendError
 from kgen.runtime.products import cublaslt, multiply, table, tune

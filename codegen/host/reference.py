@@ -16,8 +16,9 @@ from kgen.codegen.interpret import in_float64, interpret, to_integer
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ir as tiles
 from kgen.dsl.check import Specialization, TensorParam, elaborate, signature_of
-from kgen.dsl.diagnostics import Diagnostics, KgenError
+from kgen.dsl.diagnostics import Diagnostics
 from kgen.dsl.dtypes import DTYPES, F32, DType
+from kgen.dsl.errors import KgenError
 from kgen.dsl.host import ir
 
 Number = int | float | bool

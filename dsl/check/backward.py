@@ -145,7 +145,7 @@ def fitted(backward: Backward, forward: ir.Kernel) -> Signature:
 
     def fit(p: TensorParam | ScalarParam) -> TensorParam | ScalarParam:
         made = residual(forward, backward.saved[p.name]) if p.name in backward.saved and p.dtype == F32.name else None
-        return replace(p, dtype=F64.name) if isinstance(made, Residual) and made.tensor.dtype == F64 else p
+        return p._replace(dtype=F64.name) if isinstance(made, Residual) and made.tensor.dtype == F64 else p
 
     return replace(backward.signature, params=tuple(map(fit, backward.signature.params)))
 
@@ -218,7 +218,7 @@ class _Matcher:
                 self.error("K0234", f"no dtype fits {name} as this header has it", self.kernel.name_span, help)
         self.optional()
         outputs = tuple(
-            replace(t, optional=True, follows=origin)
+            t._replace(optional=True, follows=origin)
             if (origin := self.origin(t.name)) is not None and origin not in self.present and self.is_optional(origin)
             else t
             for t in self.own.outputs
@@ -320,7 +320,7 @@ class _Matcher:
             if p.optional and not original.optional:
                 message = f"'{p.name}' is not optional in kernel '{self.name}'"
                 self.error("K0232", message, p.span, "remove the '?'")
-            self.same(replace(p, optional=False), original, "")
+            self.same(p._replace(optional=False), original, "")
         elif isinstance(p, ScalarParam) and isinstance(original, ScalarParam):
             if p.const != original.const:
                 word = "const" if original.const else "not const"

@@ -10,7 +10,7 @@ from typing import Any
 
 from kgen.bench.result import Span, name_of, of_floor
 from kgen.bench.work import BACKENDS
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 Record = dict[str, Any]
 SLOWER, FASTER, SAME, LOST = "slower", "faster", "", "no longer timed"

@@ -11,7 +11,7 @@ from typing import Any
 from kgen.bench.peers import PEERS
 from kgen.bench.result import of_floor, timed
 from kgen.bench.work import BACKENDS
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 Record = dict[str, Any]
 COLORS = {

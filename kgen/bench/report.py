@@ -7,7 +7,7 @@ from typing import Any
 from kgen.bench.peers import PEERS
 from kgen.bench.result import best_peer, failures, meets, name_of, of_floor, slower_than_peer, timed
 from kgen.bench.work import BACKENDS
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 Record = dict[str, Any]
 TRIAL = "A trial on a CPU: results were checked, times say nothing about speed."

@@ -16,7 +16,7 @@ from typing import Any
 
 from kgen.bench.peers import PEERS
 from kgen.bench.work import BACKENDS
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 SCHEMA = 1
 Record = dict[str, Any]

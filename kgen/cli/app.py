@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.diagnostics import DslError
+from kgen.dsl.errors import KgenError
 
 OK, MISTAKES, USAGE = 0, 1, 2
 

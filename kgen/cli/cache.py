@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kgen.cli.app import out, print_json
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 cache = typer.Typer(help="The folder of compiled kernels: where it is, and emptying it.", no_args_is_help=True)
 

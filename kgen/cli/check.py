@@ -12,7 +12,8 @@ from kgen.cli.app import MISTAKES, UsageError, coloured, err, out, print_json, s
 from kgen.cli.files import as_data, chosen, read
 from kgen.dsl import ast
 from kgen.dsl.check.products import products
-from kgen.dsl.diagnostics import Diagnostic, DslError, KgenError
+from kgen.dsl.diagnostics import Diagnostic, DslError
+from kgen.dsl.errors import KgenError
 from kgen.dsl.host.unused import unused
 from kgen.dsl.source import Span
 

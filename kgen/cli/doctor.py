@@ -241,7 +241,7 @@ def _backends() -> list[dict[str, object]]:
             for n in ("cuda", "triton", "reference")
         ]
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [asdict(status) for device in devices for status in backends(device)]
+    return [status._asdict() for device in devices for status in backends(device)]
 
 
 def _first_line(error: Exception) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from kgen.cli.app import UsageError
 from kgen.dsl import ast
 from kgen.dsl.check import check_module
-from kgen.dsl.diagnostics import Diagnostic, Diagnostics, KgenError
+from kgen.dsl.diagnostics import Diagnostic, Diagnostics
+from kgen.dsl.errors import KgenError
 from kgen.dsl.host.check import check_ops, source_of
 from kgen.dsl.modules import LoadedModule, load
 

@@ -9,7 +9,7 @@ import typer
 
 from kgen.cli.app import MISTAKES, err, out, show_error
 from kgen.cli.files import sources
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 
 def fmt(

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from kgen.cli.app import UsageError, out
-from kgen.dsl.diagnostics import DslError, KgenError
+from kgen.dsl.diagnostics import DslError
+from kgen.dsl.errors import KgenError
 
 
 class Kind(StrEnum):

@@ -17,7 +17,7 @@ from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, Wi
 from kgen.cli.tune_products import declared, op_of, tasks_of
 from kgen.cli.tune_products import run as tune_products
 from kgen.cli.tune_products import show as show_products
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 from kgen.dsl.knobs import WARP
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kgen.cli.app import INTERRUPTED, UsageError, err, out, write_json
 from kgen.cli.files import split_kernel
-from kgen.dsl.diagnostics import KgenError
+from kgen.dsl.errors import KgenError
 
 if TYPE_CHECKING:
     from kgen.dsl.host import ast as host

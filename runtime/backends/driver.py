@@ -11,9 +11,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -142,8 +141,7 @@ class current:
         self._guard.__exit__(*error)
 
 
-@dataclass(frozen=True)
-class Binary:
+class Binary(NamedTuple):
     """A compiled kernel.
 
     threads: of a program. shared: bytes of dynamic shared memory that a launch asks for. nulls: parameters behind those
@@ -158,8 +156,7 @@ class Binary:
     key: str = ""
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What the driver is told of each launch alike, and where the rest goes: the stream, addresses and scalars.
 
     entry: the kernel, for messages. grid: the number of programs, each of `cluster` blocks. dtypes: of the program's

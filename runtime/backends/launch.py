@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -38,8 +37,7 @@ class Built(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """Where the pieces of a call go among the arguments of a compiled kernel.
 
     `values` holds the run-time sizes and strides; `tensors` are pairs (position among the arguments, position among the

@@ -31,9 +31,10 @@ from kgen.dsl.host.check import elaborate_op, header, source_of
 from kgen.dsl.host.collectives import collectives_of
 from kgen.dsl.host.scope import HostSpecialization
 from kgen.runtime import registry
-from kgen.runtime.autograd import exact_text, float_output, refuse_tangents
+from kgen.runtime.autograd import exact_text
 from kgen.runtime.binding import Binder, examine, has_memory, is_batched, is_fake, is_traced, refuse_scalar_gradient
 from kgen.runtime.derivatives import no_forward_mode, no_vmap, second_derivative
+from kgen.runtime.differentiable import float_output, refuse_tangents
 from kgen.runtime.errors import ArgumentError
 from kgen.runtime.flight import SingleFlight
 from kgen.runtime.host import ranks

@@ -12,8 +12,8 @@ import torch
 
 from kgen.codegen.host import plan
 from kgen.codegen.torch_dtypes import TORCH
-from kgen.dsl.diagnostics import KgenError
 from kgen.dsl.dtypes import DTYPES
+from kgen.dsl.errors import KgenError
 from kgen.runtime.products import multiply
 from kgen.runtime.products.cublaslt import Library, Product, Unsupported
 from kgen.runtime.products.problem import Problem
