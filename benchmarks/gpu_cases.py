@@ -47,7 +47,7 @@ ROWS: dict[str, tuple[int, ...]] = {
     FORWARD: (0, 1, 2, 97, 133, 65537),
     GRADIENT: (0, 1, 131, 132, 133, 509, 16411, 65537),
 }
-# The row count that is also called with other values than normal ones, and a second time for the same bits.
+# The row count that is also called with other values than normal ones, and again for the same bits.
 VARIED = {FORWARD: 97, GRADIENT: 133}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 LAYOUTS = tuple(name for name in PLACED if name != "padded")

@@ -4,7 +4,7 @@
 
 Every packaged kernel and every case of tests/unplanned_cases.py, on the CUDA and the Triton backend, over dtypes,
 widths, row counts, layouts and kinds of values, under the derived bound of `kgen.codegen.tolerance`. Outputs are full
-of NaN beforehand; what surrounds inputs and outputs must not change; a second call must give the same bits. Gradients
+of NaN beforehand; what surrounds inputs and outputs must not change; two more calls must give the same bits. Gradients
 of every kernel that has one, over the same and over layouts of what comes in (`gpu_calls.py`). Kernels and directions
 share the time. Worker processes compile and run independently; one that a kernel takes down is replaced, and the kernel
 is named. Before that RMSNorm is timed beside a copy of the same bytes.

@@ -199,7 +199,7 @@ def _run(records: list[Record], queue: list[cases.Task], begun: int, seconds: fl
             _wrapped(
                 f"{direction}: {len(reached)} of {len(pairs)} pairs of a kernel and a width; widths {values('width')}; "
                 f"rows {values('rows')}, of which {cases.VARIED[direction]} also with NaN and infinities, large values "
-                f"and zeros, and with a second call that must give the same bits; dtypes {values('dtype')}; layouts "
+                f"and zeros, and with two more calls that must give the same bits; dtypes {values('dtype')}; layouts "
                 f"{layouts}.",
                 bullet=True,
             )

@@ -132,7 +132,7 @@ def answers(
     question: GradientQuestion, backends: Sequence[str], *, repeat: bool = False
 ) -> Iterator[tuple[str, Answer]]:
     """What each of `backends` makes of `question`; the outputs of an answer that is right are the gradients, by name of
-    the backward kernel's outputs. With `repeat`, a second call of the backward kernel must give the same bits.
+    the backward kernel's outputs. With `repeat`, two more calls of the backward kernel must give the same bits.
 
     Raises KgenError where the question to the backward kernel cannot be put.
     """

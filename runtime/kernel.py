@@ -1,7 +1,8 @@
 """A kernel as a Python function on tensors.
 
-A call like one of the last few is recognised by its guards (`kgen.runtime.recent`) and launched. Any other is looked up
-by a key of all that a ready call depends on. Everything else happens once for each key (`kgen.runtime.preparing`).
+A call that came before and is like one of the last few is recognised by its guards (`kgen.runtime.recent`) and
+launched. Any other is looked up by a key of all that a ready call depends on. Everything else happens once for each key
+(`kgen.runtime.preparing`).
 """
 
 from __future__ import annotations
@@ -202,12 +203,12 @@ class Kernel:
                     return results
         elif forward_ad._current_level >= 0 and self.has_float_output:  # torch.no_grad() stops no tangent
             differentiable.refuse_tangents(self, values)
-        ready, addresses, is_kept = self._find(values, outs, like, choice)
+        ready, addresses, is_known = self._find(values, outs, like, choice)
         if ready is None:
             from kgen.runtime import library  # as above
 
             return library.call(self, values, outs, choice)
-        if is_kept:
+        if is_known:  # guards are made for what comes again: they take longer than the other steps of a first call
             self._remember(group, recent.remember(self, ready, values, outs or like or (), outs is not None))
         tensors = [t for i in self.tensor_at if (t := values[i]) is not None]
         scalars = converted(ready.scalars, values)
@@ -225,8 +226,9 @@ class Kernel:
         like: Sequence[torch.Tensor] | None,
         choice: str,
     ) -> tuple[ReadyCall | None, list[int], bool]:
-        """The ready call for these arguments, the addresses of the tensors among `values`, and whether it is kept: a
-        tensor in place of a number may have another value at the next call. No ready call for fake tensors."""
+        """The ready call for these arguments, the addresses of the tensors among `values`, and whether it was known
+        from an earlier call. No ready call for fake tensors; none is kept where a tensor is given for a number, which
+        may have another value at the next call."""
         addresses: list[int] = []
         try:
             key = self._key(values, outs, like, choice, addresses)
@@ -237,15 +239,16 @@ class Kernel:
                 return None, [], False
             ready = self._prepare(values, outs, choice, like)
             return ready, [t.data_ptr() for i in self.tensor_at if (t := values[i]) is not None], False
+        if ready is not None:
+            return ready, addresses, True
+        ready = stored.find(self, key)
         if ready is None:
-            ready = stored.find(self, key)
-            if ready is None:
-                ready = self._prepare(values, outs, choice, like)
-                stored.keep(self, key, ready)
-            if len(self._ready) >= MAX_READY:
-                self._ready.clear()
-            self._ready[key] = ready
-        return ready, addresses, True
+            ready = self._prepare(values, outs, choice, like)
+            stored.keep(self, key, ready)
+        if len(self._ready) >= MAX_READY:
+            self._ready.clear()
+        self._ready[key] = ready
+        return ready, addresses, False
 
     def _remember(self, group: Group, known: recent.Known | None) -> None:
         """Keep what recognises a call among the recent ones, in front."""
@@ -267,8 +270,8 @@ class Kernel:
         from kgen.runtime import autograd  # as above
 
         t = autograd.training(self, values, wanted)
-        ready, _, is_kept = t.forward._find([values[i] for i in t.inputs], None, like, choice)
-        if ready is not None and is_kept:
+        ready, _, is_known = t.forward._find([values[i] for i in t.inputs], None, like, choice)
+        if ready is not None and is_known:
             self._remember(group, recent.remember_recorded(self, t, ready, choice, values, like or ()))
 
     def prepare(

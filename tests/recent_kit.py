@@ -8,6 +8,9 @@ import pytest
 
 from kgen.runtime.kernel import Kernel
 
+# Calls of one signature that no guard knows: it is prepared at the first, and guards are made at the second.
+UNKNOWN = 2
+
 
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from driver_kit import machine, needs_compiler
 from launch_kit import integers, module, scaled, scheduled
-from recent_kit import looked_up
+from recent_kit import UNKNOWN, looked_up
 
 import kgen
 from kgen.runtime import events, recent
@@ -121,17 +121,26 @@ def test_guards_that_torch_changed_are_not_trusted(monkeypatch: pytest.MonkeyPat
 # ---- the path that is taken ------------------------------------------------------------------------------------------
 
 
-def test_a_second_call_is_recognised(module: kgen.KernelModule, looked_up: list[str]) -> None:
+def test_a_call_that_came_twice_is_recognised(module: kgen.KernelModule, looked_up: list[str]) -> None:
     for _ in range(5):
         module.scaled(integers(4, 8), integers(8), a=3.0, backend="cuda")
-    assert looked_up == ["scaled"]
+    assert looked_up == ["scaled"] * UNKNOWN
+
+
+def test_calls_that_come_once_take_the_place_of_none(module: kgen.KernelModule, looked_up: list[str]) -> None:
+    """As those of prompts, each of its own length, between the steps of generation."""
+    for rows in range(1, 4 * MAX_RECENT):
+        module.scaled(integers(1, 8), integers(8), backend="cuda")
+        module.scaled(integers(rows, 16), integers(16), backend="cuda")
+    once = 4 * MAX_RECENT - 1
+    assert len(looked_up) == UNKNOWN + once
 
 
 def test_other_scalars_are_no_other_call(module: kgen.KernelModule, looked_up: list[str]) -> None:
     x = integers(4, 8)
     for a in (1.0, 2.5, -1.0, 3):
         assert torch.equal(module.scaled(x, a=a, backend="cuda"), scaled(x, None, a, 0.0, 0, False))
-    assert len(looked_up) == 1
+    assert len(looked_up) == UNKNOWN
     with pytest.raises(kgen.ArgumentError, match="scalar argument 'a' must be a number"):
         module.scaled(x, a="much", backend="cuda")
     with pytest.raises(kgen.ArgumentError, match="must fit i32"):
@@ -140,7 +149,7 @@ def test_other_scalars_are_no_other_call(module: kgen.KernelModule, looked_up: l
     assert torch.equal(module.scaled(x, a=t, backend="cuda"), scaled(x, None, 2.0, 0.0, 0, False))
     t.fill_(5.0)
     assert torch.equal(module.scaled(x, a=t, backend="cuda"), scaled(x, None, 5.0, 0.0, 0, False))
-    assert len(looked_up) == 1
+    assert len(looked_up) == UNKNOWN
 
 
 def test_zero_and_minus_zero_are_two_scalars(module: kgen.KernelModule) -> None:
@@ -155,36 +164,37 @@ def test_alternating_signatures_are_all_recognised(module: kgen.KernelModule, lo
     for _ in range(4):
         for rows in range(1, MAX_RECENT + 1):
             module.scaled(integers(rows, 8), backend="cuda")
-    assert len(looked_up) == MAX_RECENT
-    for _ in range(3):  # one more than are remembered: looked up, and right
+    assert len(looked_up) == UNKNOWN * MAX_RECENT
+    for _ in range(4):  # one more than are remembered: looked up, and right
         for rows in range(1, MAX_RECENT + 2):
             x = integers(rows, 8)
             assert torch.equal(module.scaled(x, backend="cuda"), scaled(x, None, 2.0, 0.0, 0, False))
 
 
 def test_two_outputs_given_outputs_and_layouts(module: kgen.KernelModule, looked_up: list[str]) -> None:
-    for _ in range(3):
+    for _ in range(4):
         x, z = integers(4, 8), integers(4, 8)
         y, d = module.both(x, z, backend="cuda")
         assert torch.equal(y, x + z) and torch.equal(d, x - z)
-    assert len(looked_up) == 1
-    for k in range(3):
+    assert len(looked_up) == UNKNOWN
+    for k in range(4):
         x, z = integers(4, 8), integers(4, 8)
         out = (torch.empty(4, 8), torch.empty(8, 4).t())
         y, d = module.both(x, z, backend="cuda", out=out)
         assert y is out[0] and d is out[1]
         assert torch.equal(y, x + z) and torch.equal(d, x - z), k
-    assert len(looked_up) == 2
+    assert len(looked_up) == 2 * UNKNOWN
     x, z = integers(4, 8), integers(4, 8)
     out = (torch.empty(4, 8), torch.empty(8, 4).t())
     with pytest.raises(kgen.ArgumentError, match="shares memory with argument"):
         module.both(x, z, backend="cuda", out=(x, out[1]))
-    for _ in range(3):
+    refused = 1
+    for _ in range(4):
         x, z = integers(8, 4).t(), integers(4, 8)
         y, d = module.both(x, z, backend="cuda", like=(x, z))
         assert y.stride() == x.stride() and d.stride() == z.stride()
         assert torch.equal(y, x + z) and torch.equal(d, x - z)
-    assert len(looked_up) == 4
+    assert len(looked_up) == 3 * UNKNOWN + refused
     for like in ((z, x), (x, z), (x, x), (integers(8, 4).t(), integers(4, 8))):  # the same arguments, other models
         y, d = module.both(x, z, backend="cuda", like=like)
         assert (y.stride(), d.stride()) == (like[0].stride(), like[1].stride())
@@ -193,12 +203,12 @@ def test_two_outputs_given_outputs_and_layouts(module: kgen.KernelModule, looked
 def test_the_same_layout_at_an_address_that_is_not_aligned(module: kgen.KernelModule, looked_up: list[str]) -> None:
     """The host executor refuses an access of 16 bytes that is not aligned."""
     for bad in range(2):
-        for _ in range(2):
+        for _ in range(3):
             module.both(integers(4, 8), integers(4, 8), backend="cuda")
         x, z = (LAYOUTS["misaligned" if k == bad else "plain"](torch.float32) for k in range(2))
         y, d = module.both(x, z, backend="cuda")
         assert torch.equal(y, x + z) and torch.equal(d, x - z)
-    for _ in range(2):
+    for _ in range(3):
         out = (torch.empty(4, 8), torch.empty(4, 8))
         module.both(integers(4, 8), integers(4, 8), backend="cuda", out=out)
     out = (torch.empty(4, 8), LAYOUTS["misaligned"](torch.float32))
@@ -220,7 +230,7 @@ def test_in_place(module: kgen.KernelModule, looked_up: list[str]) -> None:
         expected, version = x * 0.5, x._version
         assert module.halve(x, backend="cuda") is x
         assert torch.equal(x, expected) and x._version == version + 1
-    assert len(looked_up) == 1
+    assert len(looked_up) == UNKNOWN
     x = integers(4, 8).requires_grad_()
     for _ in range(2):
         with pytest.raises(kgen.ArgumentError, match="written in place but requires grad"):
@@ -233,12 +243,12 @@ def test_sums_over_programs(module: kgen.KernelModule, looked_up: list[str]) -> 
     for _ in range(3):
         x = integers(40, 8)
         assert torch.equal(module.total(x, backend="cuda"), x.sum(0))
-    assert len(looked_up) == 1
+    assert len(looked_up) == UNKNOWN
 
 
 def test_wrong_calls_after_right_ones(module: kgen.KernelModule) -> None:
     x, w = integers(4, 8), integers(8)
-    for _ in range(2):
+    for _ in range(3):
         module.scaled(x, w, backend="cuda")
         module.scaled(x, w, flip=True, backend="cuda")
         for args, kwargs, message in (
@@ -321,8 +331,8 @@ def test_forward_mode_is_refused_after_recognised_calls(module: kgen.KernelModul
     x = integers(4, 8)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            module.scaled(x, backend="cuda")
-            module.scaled(x, backend="cuda")
+            for _ in range(UNKNOWN + 1):
+                module.scaled(x, backend="cuda")
             with forward_ad.dual_level():
                 dual = forward_ad.make_dual(x, torch.ones_like(x))
                 with pytest.raises(kgen.ArgumentError, match="carries a tangent"):
@@ -347,8 +357,8 @@ def test_a_dispatch_mode_sees_the_allocation(module: kgen.KernelModule) -> None:
             return func(*args, **(kwargs or {}))
 
     x, names = integers(4, 8), []
-    module.scaled(x, backend="cuda")
-    module.scaled(x, backend="cuda")
+    for _ in range(UNKNOWN + 1):
+        module.scaled(x, backend="cuda")
     for _ in range(2):
         names.clear()
         with Seen():
