@@ -56,3 +56,12 @@ def linear(cuda: float, peak_mib: float, cap: float | None, **more: Any) -> Reco
     direction = "default" if cap is None else f"within {cap:.4g} MiB"
     extra: Record = {"bytes": None, "gradients_mib": 1066.0} | ({} if cap is None else {"cap_mib": cap}) | more
     return row("linear_cross_entropy", direction, "8192x4096x128256", "gemms", calls, **extra)
+
+
+def whole() -> Record:
+    """A result with all kinds of rows."""
+    failed = norm(100.0, width=8192)
+    failed["results"]["triton"] = {"error": "ValueError: wrong: off by up to 3 times the bound"}
+    rows = [norm(102.0), norm(104.0, width=16384), failed]
+    rows += [linear(104.0, 1500.0, None), linear(109.0, 1500.0, 1600.0, bars={"cuda": 1.08})]
+    return result(rows, **{"not reached": ["rope forward 1x1x1x1x2"]})

@@ -1,4 +1,4 @@
-"""`kgen bench`: tiny and on the CPU, and what is told of results: bars, peers, comparisons, tables, pictures."""
+"""`kgen bench`: tiny and on the CPU, and what is told of results: bars, peers, comparisons, tables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench_kit import Record, call, linear, norm, result, row
+from bench_kit import Record, call, linear, norm, result, row, whole
 from typer.testing import CliRunner
 
 import kgen
 from kgen import ops
-from kgen.bench import catalog, compare, measure, pictures, report, timing, work
+from kgen.bench import catalog, compare, measure, report, timing, work
 from kgen.bench.compare import FASTER, LOST, SAME, SLOWER
 from kgen.bench.linear_rows import linear_cases
 from kgen.bench.peers import NotInstalled, attribute
@@ -400,15 +400,6 @@ def test_exit_code_of_regressions(tmp_path: Path, new_us: float, percent: float,
 # ---- what is printed and drawn -----------------------------------------------------------------------------------
 
 
-def whole() -> Record:
-    """A result with all kinds of rows."""
-    failed = norm(100.0, width=8192)
-    failed["results"]["triton"] = {"error": "ValueError: wrong: off by up to 3 times the bound"}
-    rows = [norm(102.0), norm(104.0, width=16384), failed]
-    rows += [linear(104.0, 1500.0, None), linear(109.0, 1500.0, 1600.0, bars={"cuda": 1.08})]
-    return result(rows, **{"not reached": ["rope forward 1x1x1x1x2"]})
-
-
 def test_a_cell_says_why_there_is_no_time() -> None:
     def said(error: str) -> str:
         return report.cell({"floor": "copy", "results": {"QuACK": {"error": error}}}, "QuACK")
@@ -458,27 +449,6 @@ def test_lines_say_what_misses() -> None:
     late = linear(119.0, 1129.0, 1130.0, below="Liger")
     assert report.line(late).endswith("<- cuda not below Liger")
     assert report.line({**norm(1.0), "error": "no memory"}) == "rms_norm forward 16384x4096: no memory"
-
-
-def test_pictures_have_what_was_timed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert [p.name for p in pictures.draw(whole(), tmp_path)] == ["roofline.png", "widths.png", "linear.png"]
-    assert all((tmp_path / f"{n}.png").stat().st_size > 10_000 for n in ("roofline", "widths", "linear"))
-    assert pictures.draw(result([norm(100.0)]), tmp_path) == [tmp_path / "roofline.png"]
-    lines = {line.get_label(): line.get_xydata() for line in pictures.widths(whole()).axes[0].lines}
-    assert lines["cuda"].tolist() == [[4096, 1.02], [8192, 1.0], [16384, 1.04]]
-    assert lines["triton"].tolist() == [[4096, 1.04], [16384, 1.04]]
-    points = {line.get_label(): line.get_xydata() for line in pictures.linear(whole()).axes[0].lines}
-    assert points["cuda"].tolist() == [[1500.0, 1.04], [1500.0, 1.09]] and points["bar"].tolist() == [[1600.0, 1.08]]
-    marks = {line.get_label(): line.get_xydata() for line in pictures.roofline(whole()).axes[0].lines}
-    assert marks["rms_norm forward, cuda"][0].tolist() == pytest.approx([1.0, 4e8 / 102.0 / 1e6])
-    slow = result([norm(100.0), {**norm(1200.0), "shape": "16384x8192"}])
-    (near,), (far,) = (pictures.widths(r).axes[:1] for r in (whole(), slow))
-    assert (
-        1.05 in near.get_yticks()
-        and {1.05, 1.1} & set(far.get_yticks()) == set()
-        and {1, 4, 12} <= set(far.get_yticks())
-    )
 
 
 def test_generated_parts_come_from_the_result_that_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

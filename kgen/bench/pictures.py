@@ -18,7 +18,8 @@ COLORS = {
     "cuda": "tab:green", "triton": "tab:blue", "eager": "tab:gray", "torch.compile": "tab:orange", "Liger": "tab:red",
     "QuACK": "tab:purple", "cut-cross-entropy": "tab:brown",
 }  # fmt: skip
-MARKS = "osD^vPX*<>hdp"
+# One for each op and direction of a whole run; the last is a star of four points.
+MARKS = (*"osD^vPX*<>hdp", (4, 1, 45))
 TICKS = [0.9, 1, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 3, 4, 6, 8, 12, 16]
 
 
@@ -32,9 +33,14 @@ def missing() -> str | None:
 
 
 def draw(value: Record, folder: Path) -> list[Path]:
-    """Write the pictures that `value` has figures for into `folder`. Raises KgenError for a trial, which has none."""
+    """Write the pictures that `value` has figures for into `folder`, which is made where it is not there. Raises
+    KgenError for a trial, which has none, and where `folder` cannot be made."""
     if value["trial"]:
         raise KgenError("a trial on a CPU has no times to draw")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KgenError(f"cannot make the folder {folder}: {error.strerror}") from None
     pictures: dict[str, Callable[[Record], Any]] = {"roofline": roofline, "widths": widths, "linear": linear}
     written: list[Path] = []
     for name, picture in pictures.items():
@@ -81,10 +87,12 @@ def _times_axis(axis: Any) -> None:
 
 def roofline(value: Record) -> Any:
     """Operations a second against operations a byte, under what a copy and, where timed, matrix products reach."""
+    from matplotlib import ticker
+
     rows = [r for r in value["rows"] if r["bytes"] and timed(r, r["floor"])]
     if not rows:
         return None
-    figure, (axis,) = _figure(1, width=8, height=5.5)
+    figure, (axis,) = _figure(1, width=9.5, height=5.5)
     copies = [r["bytes"] / r["results"]["copy"]["median_us"] / 1e6 for r in rows]  # TB/s
     best = max(copies)
     intensities = [r["flops"] / r["bytes"] for r in rows]
@@ -108,16 +116,21 @@ def roofline(value: Record) -> Any:
             ]
             if points:
                 axis.plot(
-                    *zip(*points, strict=True), MARKS[k % len(MARKS)], color=COLORS[backend], markersize=5,
-                    fillstyle="full" if backend == "cuda" else "none", label=f"{name}, {backend}",
+                    *zip(*points, strict=True), marker=MARKS[k % len(MARKS)], linestyle="none", markersize=5,
+                    color=COLORS[backend], fillstyle="full" if backend == "cuda" else "none",
+                    label=f"{name}, {backend}",
                 )  # fmt: skip
     axis.set_xscale("log")
     axis.set_yscale("log")
+    for part in (axis.xaxis, axis.yaxis):
+        part.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        part.set_major_formatter("{x:g}")
+        part.set_minor_formatter(ticker.NullFormatter())
     axis.set_xlabel("floating-point operations a byte that must move")
     axis.set_ylabel("TFLOP/s")
     axis.set_title(f"Roofline, measured on {value['machine'].get('device', '')}")
     axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=6, ncols=2)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))  # beside the plot, where no point is
     return figure
 
 

@@ -72,7 +72,7 @@ def bench(
     pictures: Annotated[
         Path | None,
         typer.Option("--pictures", metavar="FOLDER", rich_help_panel=_RESULT,
-                     help="Draw a roofline, time against width, and time against memory."),
+                     help="Draw a roofline, time against width, and time against memory into it; made if not there."),
     ] = None,
     commit: Annotated[str, typer.Option("--commit", rich_help_panel=_RESULT, help="Else what git says.")] = "",
 ) -> None:  # fmt: skip
@@ -98,9 +98,10 @@ def bench(
         raise UsageError("--fail-over says how much slower than the result of --compare a row may be; give both")
     if pictures is not None and (why := drawing.missing()) is not None:
         raise UsageError(why)
-    for option, path in (("--json", json_file), ("--pictures", pictures and pictures / "_")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{option}: there is no folder {path.absolute().parent}")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UsageError(f"--json: there is no folder {json_file.absolute().parent}")
+    if pictures is not None and (file := _in_the_way(pictures)) is not None:
+        raise UsageError(f"--pictures: {file} is no folder")
     old = None if compare is None else result.load(compare)
     if read is None:
         if pictures is not None and device == "cpu":
@@ -174,6 +175,11 @@ def _print(value: dict[str, Any], form: Form, fresh: bool) -> None:
     elif not fresh:
         for row in value["rows"]:
             out().print(report.line(row, value["trial"]), markup=False)
+
+
+def _in_the_way(folder: Path) -> Path | None:
+    """The file that keeps `folder` from being made, if there is one."""
+    return next((p for p in (folder, *folder.parents) if p.exists() and not p.is_dir()), None)
 
 
 def _wide() -> Any:
