@@ -107,6 +107,7 @@ def _sameness(s: Scheduled) -> tuple[Any, ...]:
     """What tells the programs of two schedules of one kernel apart."""
     own = s.schedule
     shape: tuple[Any, ...] = (own.threads, own.rows, own.chunks, own.programs, own.stages, own.ahead, own.cluster)
+    shape += (own.registers,)
     vector = max((a.vector for a in _axes(s)), default=1)
     return (*shape, vector, own.peeled, own.held, *(_sameness(t) for t in s.then))
 
@@ -207,7 +208,10 @@ def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
         yield Knobs(hold=0)
     for threads, each in product((1024, 512, 256), (4, 8, 16)):
         for chunks in _chunkings(default, [threads * each]):
-            yield Knobs(threads=threads, rows=1, chunks=chunks, hold=1)
+            knobs = Knobs(threads=threads, rows=1, chunks=chunks, hold=1)
+            yield knobs
+            if threads < ladders.TRITON_HELD_ALONE:
+                yield replace(knobs, registers=ladders.REGISTER_FILE // ladders.TRITON_HELD_ALONE)
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
         for knobs in _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default))):
             yield from _stages(knobs) if default.sums is not None else (knobs,)

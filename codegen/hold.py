@@ -128,10 +128,13 @@ def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis, reductions: int)
         most //= 2
     threads = max(32, min(most, ceil_power(-(-words // ladders.TRITON_HELD_ROW))))
     while threads <= ladders.TRITON_HELD_ALONE:
+        # For softmax of 33000 columns the compiler would use 105 without need, and a multiprocessor run one program.
+        alone = threads == ladders.TRITON_HELD_ALONE
+        told = 0 if alone else ladders.REGISTER_FILE // ladders.TRITON_HELD_ALONE
         sizes = [threads * each for each in (ladders.TRITON_HELD_EACH if aligned else ladders.TRITON_HELD_EACH[::-1])]
         several = [c for c in sizes if n > (ladders.TRITON_HELD_CHUNKS - 1) * c]
         for chunk in several or [c for c in sizes if n > c]:
-            yield Schedule(threads, 1, chunks=((axis.name, chunk),), name="looped")
+            yield Schedule(threads, 1, chunks=((axis.name, chunk),), name="looped", registers=told)
         threads *= 2
 
 

@@ -24,10 +24,11 @@ _NOT_PEELED = (
     "indices, or overwrites other elements than it reads"
 )
 MOST_BLOCKS, MOST_STAGES, MOST_AHEAD = (KNOBS[name].most for name in ("blocks", "stages", "ahead"))
+REGISTERS = KNOBS["registers"]
 # Chunks of a row that is held, over which every pass is unrolled: Triton's compiler takes minutes for hundreds of them,
 # and default schedules have up to 25.
 MOST_HELD = 64
-_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster", "peel", "hold")
+_SIZES = ("threads", "rows", "vector", "blocks", "stages", "ahead", "cluster", "peel", "hold", "registers")
 _HOLDS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
           ">=": operator.ge}  # fmt: skip
 
@@ -43,8 +44,9 @@ class Knobs:
     where it sums over programs, else in programs a multiprocessor; 0: it asks for none. stages: how many iterations of
     a Triton program's innermost loops are in flight at once. cluster: CTAs of a CUDA program, each of `threads`. peel:
     1 to take whole vectors of rows that begin at any address, 0 not to. hold: 1 for a Triton program that holds the
-    chunks of its row from pass to pass, 0 for one that loads them again, as it does where chunks are set. by: who set
-    them, for people to read; it takes no part in comparisons.
+    chunks of its row from pass to pass, 0 for one that loads them again, as it does where chunks are set. registers:
+    the most a thread that Triton's compiler may use; left out, as many as it likes, since the ladders' number is for
+    their other sizes. by: who set them, for people to read; it takes no part in comparisons.
     """
 
     threads: int | None = None
@@ -57,6 +59,7 @@ class Knobs:
     cluster: int | None = None
     peel: int | None = None
     hold: int | None = None
+    registers: int | None = None
     by: str = field(default="caller", compare=False)
 
     def data(self) -> dict[str, object]:
@@ -130,6 +133,11 @@ def turned(
         raise _refused(kernel, "peel is for CUDA alone")
     if knobs.hold is not None and backend != "triton":
         raise _refused(kernel, "hold is for Triton alone")
+    if knobs.registers is not None and backend != "triton":
+        raise _refused(kernel, "registers is for Triton alone")
+    if knobs.registers is not None and not REGISTERS.least <= knobs.registers <= REGISTERS.most:
+        expected = f"{REGISTERS.least} to {REGISTERS.most} a thread"
+        raise _refused(kernel, f"registers is {knobs.registers}, expected {expected}")
     for what in ("peel", "hold"):
         if getattr(knobs, what) not in (None, 0, 1):
             raise _refused(kernel, f"{what} is {getattr(knobs, what)}, expected 0 or 1")
@@ -189,6 +197,7 @@ def turned(
         ahead=ahead if rows == 1 else 0,
         peeled=schedule.peeled and vector > 1,
         held=held,
+        registers=knobs.registers or 0,
     )
     check(kernel, backend, out)
     if knobs.peel and not out.peeled:

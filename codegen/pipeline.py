@@ -22,6 +22,7 @@ from kgen.codegen.narrow import narrow
 from kgen.codegen.normalize import normalize, required_dims
 from kgen.codegen.online import paired, steps_of
 from kgen.codegen.overwrite import barriers
+from kgen.codegen.resident import registers_told
 from kgen.codegen.rows import legal
 from kgen.codegen.schedule import Schedule, Scheduled, ScheduleError
 from kgen.codegen.sums import Stage, ahead_of_rows, spill_looped, stages, stages_by_elements
@@ -217,6 +218,8 @@ def _scheduled(
         blocks = own or sum_blocks(kernel, variant, backend, schedule, steps, capability)
         if not schedule.programs:
             schedule = replace(schedule, programs=max(1, num_sms * blocks // schedule.cluster))
+        if backend == "triton" and knobs is None and override is None:
+            schedule = replace(schedule, registers=registers_told(schedule, blocks))
         kernel, sums = spill_looped(kernel, replace(sums, blocks=blocks, multiprocessors=num_sms), schedule)
         steps = ahead_of_rows(kernel, sums, steps_of(kernel, schedule))
     if backend == "triton" and sums is not None and sums.split is not None and tight(kernel, schedule):

@@ -18,7 +18,7 @@ from kgen.codegen.machines import ARCHITECTURES, Architecture
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.phases import refs
-from kgen.codegen.schedule import Schedule, Sums
+from kgen.codegen.schedule import Schedule
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import largest_block, tight
 from kgen.dsl import ir
@@ -62,16 +62,13 @@ def least_shared(capabilities: Iterable[int]) -> int:
     return min(some, key=lambda c: (_architecture(c).program_shared, c))
 
 
-def most_registers(schedule: Schedule, sums: Sums | None) -> int | None:
-    """The registers a thread that the compiler may use for as many programs to fit as are started; None where it is not
-    told. It is where rows are staged by default: it would rather spill 8 bytes of RMSNorm in f32, of 2304 columns, than
-    use more than 64, where 128 fit. And it is where rows are held by default: for softmax of 33000 columns it would use
-    105 without need, and a multiprocessor would run one program."""
-    if schedule.held and schedule.threads < ladders.TRITON_HELD_ALONE and schedule.by == "ladders":
-        return ladders.REGISTER_FILE // ladders.TRITON_HELD_ALONE
-    if sums is None or schedule.stages == 1 or schedule.chunks or schedule.by != "ladders":
-        return None
-    fit = ladders.REGISTER_FILE // (schedule.threads * sums.blocks)
+def registers_told(schedule: Schedule, blocks: int) -> int:
+    """What Triton's compiler is told of registers (`Schedule.registers`) for a default schedule of a sum over programs,
+    of which a multiprocessor is to hold `blocks`: where rows are staged, as many as let those fit. It would rather
+    spill 8 bytes of RMSNorm in f32, of 2304 columns, than use more than 64, where 128 fit."""
+    if schedule.stages == 1 or schedule.chunks:
+        return 0
+    fit = ladders.REGISTER_FILE // (schedule.threads * blocks)
     return min(ladders.MOST_REGISTERS, fit - fit % ladders.REGISTER_UNIT)
 
 

@@ -49,6 +49,7 @@ class Schedule:
     cluster: int = 1  # CUDA: CTAs of a program, each of `threads`; with more than one it takes one row, whole
     peeled: bool = False  # CUDA: whole vectors of rows that begin at any address, the elements around them one by one
     held: bool = False  # Triton: chunks of a row stay in registers for later passes, as memory has them
+    registers: int = 0  # Triton: the most a thread that the compiler may use; 0: as many as it likes
     by: str = "ladders"  # who chose it, for people to read (see `kgen.codegen.knobs`)
 
     @property

@@ -34,6 +34,7 @@ KNOBS = {
         Knob("stages", ("triton",), 1, 8, False, "iterations of a loop whose loads are in flight"),
         Knob("peel", ("cuda",), 0, 1, False, "1 to take whole vectors of rows that begin at any address, 0 not to"),
         Knob("hold", ("triton",), 0, 1, False, "1 to hold the chunks of a row from pass to pass, 0 to load them again"),
+        Knob("registers", ("triton",), WARP, 255, False, "the most registers a thread that the compiler may use"),
         Knob("ahead", ("cuda",), 0, 32, False, "how far on the row is that a program asks L2 for"),
         Knob(CHUNK, BACKENDS, 1, 1 << 62, False, "elements of a tile index that are taken at a time"),
     )

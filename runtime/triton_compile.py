@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 from kgen.codegen.program import Program
-from kgen.codegen.resident import most_registers
 from kgen.codegen.triton.intrinsics import SIGNATURE
 from kgen.codegen.variant import Variant
 from kgen.dsl.errors import KgenError
@@ -154,10 +153,9 @@ def signature(program: Program) -> dict[str, str]:
 
 def options(program: Program) -> dict[str, object]:
     """What Triton's compiler is told beside the source of `program`."""
-    sums = program.stage.sums if program.stage is not None else None
-    most = most_registers(program.schedule, sums)
+    most = program.schedule.registers
     told: dict[str, object] = {"num_warps": program.schedule.threads // 32, **NUMERICS_OPTIONS}
-    return told if most is None else told | {"maxnreg": most}
+    return told | {"maxnreg": most} if most else told
 
 
 def told(program: Program, variant: Variant) -> str:

@@ -328,7 +328,11 @@ def test_the_tuner_tries_both() -> None:
     kinds = {(c.scheduled.schedule.held, c.scheduled.schedule.threads) for c in found}
     assert found[0].scheduled.held and {(True, 512), (False, 512)} <= kinds
     narrow, _ = prepare(call(RMS, "rms_norm", x=empty(64, 32768)))
-    assert any(c.scheduled.held for c in candidates(narrow.kernel, narrow.variant, "triton"))
+    several = [c.scheduled.schedule for c in candidates(narrow.kernel, narrow.variant, "triton") if c.scheduled.held]
+    # Of those of which more than one program runs at a time, with what the default's compiler is told and without.
+    told = {(s.threads, s.chunks, s.registers) for s in several}
+    assert several[0].by == "ladders" and several[0].registers == 64
+    assert any(r == 64 and (t, chunks, 0) in told for t, chunks, r in told if chunks != several[0].chunks)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ def test_blocks_of_a_sum() -> None:
         (norm, "cuda", Knobs(chunks=(("m", 4),)), "takes m in chunks, which is not a tile index"),
         (norm, "cuda", Knobs(chunks=(("n", 0),)), "the chunk of n is 0"),
         (norm, "cuda", Knobs(blocks=2), "it has no such sum"),
+        (norm, "cuda", Knobs(registers=64), "registers is for Triton alone"),
+        (norm, "triton", Knobs(registers=256), "registers is 256, expected 32 to 255 a thread"),
         (norm, "triton", Knobs(ahead=1), "ahead is for CUDA kernels with tile indices"),
         (gate, "cuda", Knobs(ahead=1), "ahead is for CUDA kernels with tile indices"),
         (norm, "cuda", Knobs(ahead=33), "ahead is 33, expected 0 to 32"),
@@ -112,8 +114,8 @@ def test_impossible_knobs_are_refused(make, backend: str, knobs: Knobs, message:
 
 
 def test_plain_data_and_back() -> None:
-    knobs = Knobs(threads=256, rows=1, chunks=(("n", 4096),), blocks=2)
-    assert knobs.data() == {"threads": 256, "rows": 1, "chunks": {"n": 4096}, "blocks": 2}
+    knobs = Knobs(threads=256, rows=1, chunks=(("n", 4096),), blocks=2, registers=64)
+    assert knobs.data() == {"threads": 256, "rows": 1, "chunks": {"n": 4096}, "blocks": 2, "registers": 64}
     assert Knobs.read(knobs.data(), "table") == knobs and Knobs.read({}, "table").by == "table"
     with pytest.raises(ScheduleError, match="there is no knob 'warps'"):
         Knobs.read({"warps": 4}, "table")

@@ -180,6 +180,7 @@ def test_what_was_asked_for_is_compiled_as_it_was() -> None:
     made = backward("rms_norm", 4096)
     assert options(made.program("triton"))["maxnreg"] == 128
     assert "maxnreg" not in options(made.program("triton", knobs=Knobs(blocks=8)))
+    assert options(made.program("triton", knobs=Knobs(blocks=8, registers=96)))["maxnreg"] == 96
     assert "maxnreg" not in options(made.program("triton").then[0])
     first, last = (p.source for p in made.launches("triton"))
     assert "num_warps=8, maxnreg=128." in first and "maxnreg" not in last

@@ -171,6 +171,12 @@ def test_what_is_not_set_suits_what_is() -> None:
     assert (got.threads, got.rows) == (1024, 1024)
 
 
+def test_registers_are_told_to_the_compiler() -> None:
+    text = norm("schedule triton when N > 4096: registers = 40", "schedule triton: warps = 8")
+    assert schedule(text, "triton", dims={"N": 8192}).registers == 40
+    assert schedule(text, "triton", dims={"N": 4096}).registers == 0
+
+
 def test_stages_are_of_the_rows_that_are_taken_in_chunks() -> None:
     text = norm("schedule triton when N > 4096: stages = 4, chunk[n] = 2048", "schedule triton: stages = 4")
     assert schedule(text, "triton", dims={"N": 4096}).stages == 1
@@ -189,6 +195,8 @@ def test_stages_are_of_the_rows_that_are_taken_in_chunks() -> None:
         (["schedule cuda: warps = 4"], "K0241", "'warps' is no knob of cuda"),
         (["schedule triton: vector = 4"], "K0241", "'vector' is no knob of triton"),
         (["schedule cuda: stages = 2"], "K0241", "'stages' is no knob of cuda"),
+        (["schedule cuda: registers = 64"], "K0241", "'registers' is no knob of cuda"),
+        (["schedule triton: registers = 16"], "K0242", "'registers' cannot be 16"),
         (["schedule cuda: thread = 64"], "K0241", "there is no knob 'thread'"),
         (["schedule cuda: threads = 48"], "K0242", "'threads' cannot be 48"),
         (["schedule cuda: threads = 2048"], "K0242", "'threads' cannot be 2048"),

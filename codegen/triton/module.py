@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable
 
 from kgen.codegen.origins import file_name
-from kgen.codegen.resident import most_registers
 from kgen.codegen.schedule import Scheduled, Sums
 from kgen.codegen.templating import environment
 from kgen.codegen.triton.index import Definition
@@ -44,8 +43,8 @@ def about(scheduled: Scheduled, tensors: Iterable[str]) -> list[str]:
     grid = rows if per == 1 else f"triton.cdiv({rows}, {per})"
     if scheduled.sums is not None:
         grid = _sum_grid(scheduled, scheduled.sums)
-    most = most_registers(scheduled.schedule, scheduled.sums)
-    told = "" if most is None else f", maxnreg={most}"
+    most = scheduled.schedule.registers
+    told = f", maxnreg={most}" if most else ""
     out.append(f"Launch: grid ({grid},), num_warps={scheduled.schedule.threads // 32}{told}.")
     return out
 
