@@ -308,6 +308,48 @@ def test_a_statement_of_the_source(tmp_path: Path) -> None:
             kgen.loads(body)
 
 
+ONE_PASS = {
+    "no reduction": "    y[m, n] = x[m, n] + 1.0\n",
+    "two reductions": "    s[m] = max(x[m, n], n) - sum(x[m, n], n)\n    y[m, n] = x[m, n] * x[m, N - 1 - n]\n",
+}
+SEVERAL = {
+    "a store": "    y[m, n] = x[m, n] - max(x[m, n], n)\n",
+    "a reduction": "    s[m] = sum(exp(x[m, n] - max(x[m, n], n)), n)\n    y[m, n] = x[m, n]\n",
+    "named": "    r = sum(x[m, n], n) + 1.0\n    d = 1.0 / r\n    y[m, n] = x[m, n] * d\n",
+    "a place": "    b = argmax(x[m, n], n)\n    y[m, n] = where(n == b, 0.0, x[m, n])\n",
+}
+TWO_OUT = HEAD.replace("(y: T[*M, N])", "(y: T[*M, N], s: f32[*M])")
+
+
+@pytest.mark.parametrize("name", [*ONE_PASS, *SEVERAL])
+def test_check_refuses_to_hold_where_no_size_has_a_second_pass(name: str) -> None:
+    """And nothing else: what it lets through holds a row where there are chunks."""
+    body = (ONE_PASS | SEVERAL)[name]
+    body += "" if "s[m]" in body else "    s[m] = 0.0\n"
+    rule = TWO_OUT.replace("    parallel", "    schedule triton: hold = 1, chunk[n] = 1024\n    parallel", 1)
+    if name in SEVERAL:
+        assert scheduled(call(rule + body, "k", x=empty(4, 4096))).held
+        return
+    with pytest.raises(kgen.KgenError) as error:
+        kgen.loads(rule + body)
+    text = str(error.value)
+    assert "error[K0242]: 'hold' is for rows that several passes read, and here one pass is all" in text
+    assert "schedule triton: hold = 1" in text and "^^^^^^^^" in text
+    assert "= help: remove it: nothing along n is computed from a reduction over n" in text
+    with pytest.raises(ScheduleError, match="no two passes over chunks load the same"):
+        scheduled(call(TWO_OUT + body, "k", x=empty(4, 4096)), Knobs(hold=1, chunks=(("n", 1024),)))
+    kgen.loads(rule.replace("hold = 1", "hold = 0") + body)
+
+
+def test_check_asks_which_tile_indices_may_be_in_chunks() -> None:
+    body = "    t = sum(x[m, n, d], d)\n    y[m, n] = t\n"
+    text = TWO[: TWO.index("    p =")] + "    schedule triton: hold = 1{}\n" + body
+    kgen.loads(text.format(""))  # y waits for a reduction over d, which may be taken in chunks
+    with pytest.raises(kgen.KgenError, match="nothing along n is computed from a reduction over n"):
+        kgen.loads(text.format(", chunk[d] = whole"))
+    kgen.loads(text.format(", chunk[d] = whole").replace("= t\n", "= t - max(t, n)\n"))
+
+
 def test_traffic_has_the_row_once() -> None:
     x = empty(64, 65536)
     where, _ = prepare(call(RMS, "rms_norm", x=x))

@@ -258,6 +258,35 @@ def test_a_flat_kernel_has_no_sizes_to_ask_for_and_a_point_a_thread() -> None:
     assert code == "K0242" and "'ahead' is for kernels with tile indices" in message
 
 
+def helps(text: str) -> list[str | None]:
+    """What each mistake says is to be done."""
+    diagnostics = Diagnostics()
+    check_module(parse(SourceFile("k.kdsl", text), diagnostics), diagnostics)
+    return [d.help for d in diagnostics.sorted()]
+
+
+@pytest.mark.parametrize(
+    ("rule", "said", "instead"),
+    [
+        ("cuda: threads = 200", "write a power of two from 32 to 1024, such as 128 (threads of a program)", "128"),
+        ("cuda: threads = 4096", "write a power of two from 32 to 1024, such as 1024", "1024"),
+        ("cuda: threads = whole", "write a power of two from 32 to 1024, such as 32", "32"),
+        ("triton: warps = 48", "write a power of two from 1 to 32, such as 32", "32"),
+        ("triton: stages = 9", "write a whole number from 1 to 8, such as 8", "8"),
+        ("cuda: peel = 2", "write 0 or 1 (1 to take whole vectors", "1"),
+        ("cuda: chunk[n] = 0", "write a whole number from 1 on, such as 1, or whole", "1"),
+        ("triton: chunk[n] = 1000", "write a power of two from 1 on, such as 512, or whole", "512"),
+        ("triton: chunk[n] = whole, stages = 2", "write a size in place of whole, such as chunk[n] = 1024", None),
+        ("triton: chunk[n] = whole, hold = 1", "write a size in place of whole, such as chunk[n] = 1024", None),
+    ],
+)
+def test_help_says_what_to_write(rule: str, said: str, instead: str | None) -> None:
+    (found,) = helps(norm(f"schedule {rule}"))
+    assert found is not None and said in found
+    right = rule.replace("whole", "1024") if instead is None else f"{rule.rpartition('=')[0]}= {instead}"
+    assert problems(norm(f"schedule {right}")) == []
+
+
 # ---- results -------------------------------------------------------------------------------------------------------
 
 SUMS = (

@@ -7,7 +7,7 @@ here is refused what is wrong for every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kgen.dsl import ast, ir
@@ -21,6 +21,7 @@ from kgen.dsl.knobs import BACKENDS, CHUNK, KNOBS, WARP, WHOLE, Knob, power_of_t
 from kgen.dsl.proofs.prove import Facts
 from kgen.dsl.source import Span
 
+_EXAMPLE_CHUNK = 1024
 _RELATIONS = ("==", "!=", "<", "<=", ">", ">=")
 
 
@@ -119,17 +120,12 @@ class Schedules:
 
     def _number(self, s: ast.Schedule, x: ast.Setting, knob: Knob) -> int:
         n = x.value
-        if not isinstance(n, int):
-            hint = f"write a whole number{f', or {WHOLE}' if x.name == CHUNK else ''}"
-            raise self.fail("K0242", f"'{x.name}' is {n}, which is no whole number", x.value_span, hint)
         power = knob.power or (x.name == CHUNK and s.backend == "triton")
+        if not isinstance(n, int):
+            message = f"'{x.name}' is {n}, which is no whole number"
+            raise self.fail("K0242", message, x.value_span, _allowed(knob, power, knob.least))
         if not knob.least <= n <= knob.most or (power and not power_of_two(n)):
-            kind = "a power of two" if power else "a number"
-            limits = f"from {knob.least} to {knob.most}" if x.name != CHUNK else f"from {knob.least} on"
-            hint = f"{knob.meaning}: {kind} {limits}"
-            if x.name == CHUNK and power:
-                hint += f"; Triton's blocks are such, or write {WHOLE}"
-            raise self.fail("K0242", f"'{x.name}' cannot be {n}", x.value_span, hint)
+            raise self.fail("K0242", f"'{x.name}' cannot be {n}", x.value_span, _allowed(knob, power, n))
         return n
 
     def _together(self, s: ast.Schedule, sizes: dict[str, int], chunks: dict[str, int | None]) -> None:
@@ -149,8 +145,7 @@ class Schedules:
         if sizes.get("stages", 1) > 1 and not any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             looped = [a.name for a in self.tiles if chunks.get(a.name, 0) is not None]
             if not looped:
-                hint = "remove it" if not self.tiles else f"remove it, or take {self.tiles[0].name} in chunks"
-                raise self.fail("K0242", "'stages' is for loops, and here is none", spans["stages"], hint)
+                raise self.fail("K0242", "'stages' is for loops, and here is none", spans["stages"], self._or_chunks())
         if "blocks" in sizes and not any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             hint = "remove it: how many programs there are follows from rows"
             raise self.fail("K0242", "'blocks' is for kernels that sum over programs", spans["blocks"], hint)
@@ -160,13 +155,7 @@ class Schedules:
         if "peel" in sizes and not self.tiles:
             hint = "remove it: only a kernel with tile indices has rows to peel"
             raise self.fail("K0242", "'peel' is for kernels with tile indices", spans["peel"], hint)
-        if "hold" in sizes:
-            if not any(chunks.get(a.name, 0) is not None for a in self.tiles):
-                hint = "remove it" if not self.tiles else f"remove it, or take {self.tiles[0].name} in chunks"
-                raise self.fail("K0242", "'hold' is for rows in chunks, and here is none", spans["hold"], hint)
-            if any(isinstance(b, ir.Accumulate) for b in self.scope.body):
-                hint = "remove it: beside the sums there is no room for a row"
-                raise self.fail("K0242", "'hold' is for kernels that do not sum over programs", spans["hold"], hint)
+        self._hold(sizes, chunks, spans)
         chunked = [x for x in s.settings if x.name == CHUNK and x.value != WHOLE]
         if rows is not None and rows > 1 and any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             summed = {n for b in self.scope.body if isinstance(b, ir.Accumulate) for p in b.at for n in p.symbols}
@@ -174,6 +163,32 @@ class Schedules:
             if wrong is not None:
                 message = f"sums along '{wrong.index}' in chunks are of one row at a time"
                 raise self.fail("K0242", message, spans["rows"], "write rows = 1")
+
+    def _or_chunks(self) -> str:
+        """What to do about a size that is for chunks, where all tile indices are set to be whole."""
+        if not self.tiles:
+            return "remove it: there is no tile index to take in chunks"
+        n = self.tiles[0].name
+        return f"remove it, or write a size in place of {WHOLE}, such as chunk[{n}] = {_EXAMPLE_CHUNK}"
+
+    def _hold(self, sizes: dict[str, int], chunks: dict[str, int | None], spans: dict[str, Span]) -> None:
+        """What several passes over the chunks of a row read is held. Whether a row is taken in chunks at all may depend
+        on its size; whether there would be a second pass over it does not."""
+        if "hold" not in sizes:
+            return
+        looped = [a.name for a in self.tiles if chunks.get(a.name, 0) is not None]
+        if not looped:
+            raise self.fail("K0242", "'hold' is for rows in chunks, and here is none", spans["hold"], self._or_chunks())
+        if any(isinstance(b, ir.Accumulate) for b in self.scope.body):
+            hint = "remove it: beside the sums there is no room for a row"
+            raise self.fail("K0242", "'hold' is for kernels that do not sum over programs", spans["hold"], hint)
+        # With several tile indices, stores in place may be put off to a pass of their own.
+        put_off = len(looped) > 1 and any(t.role == "inout" for t in self.scope.tensors.values())
+        if sizes["hold"] and not put_off and not _passes_wait(self.scope.body, frozenset(looped)):
+            message = "'hold' is for rows that several passes read, and here one pass is all"
+            names = ", ".join(looped)
+            hint = f"remove it: nothing along {names} is computed from a reduction over {names}"
+            raise self.fail("K0242", message, spans["hold"], hint)
 
     def _cluster(self, s: ast.Schedule, sizes: dict[str, int], spans: dict[str, Span]) -> None:
         """A cluster holds one row whole."""
@@ -233,6 +248,42 @@ class Schedules:
             message = f"'{name.id}' is a run-time size: a new one compiles nothing, and changes no schedule"
             raise self.fail("K0244", message, name.span, listed)
         return poly
+
+
+def _allowed(knob: Knob, power: bool, near: int) -> str:
+    """What may be written for `knob`, with the allowed size next to `near`."""
+    if (knob.least, knob.most) == (0, 1):
+        return f"write 0 or 1 ({knob.meaning})"
+    kind = "a power of two" if power else "a whole number"
+    limits = f"from {knob.least} on" if knob.name == CHUNK else f"from {knob.least} to {knob.most}"
+    size = max(knob.least, min(near, knob.most))
+    if power:
+        size = 1 << (size.bit_length() - 1)  # the next one down
+    other = f", or {WHOLE}" if knob.name == CHUNK else ""
+    return f"write {kind} {limits}, such as {size}{other} ({knob.meaning})"
+
+
+def _passes_wait(body: Iterable[ir.Stmt], tiles: frozenset[str]) -> bool:
+    """Whether something along one of `tiles` is stored or reduced that comes from a reduction over one of them: if not,
+    all chunks of a row are gone through once, whatever the sizes are."""
+    reduced: set[str] = set()  # what comes from a reduction
+
+    def waits(e: ir.Expr) -> bool:
+        return any(
+            bool(tiles.intersection(n.over))
+            if isinstance(n, ir.Reduce)
+            else isinstance(n, ir.Ref) and n.name in reduced
+            for n in ir.walk(e)
+        )
+
+    for s in body:
+        if any(isinstance(n, ir.Reduce) and tiles.intersection(n.over) and waits(n.arg) for n in ir.walk(s.value)):
+            return True
+        if isinstance(s, ir.Let):
+            reduced |= {s.name} if waits(s.value) else set()
+        elif tiles & (s.value.axes | ir.target_symbols(s)) and waits(s.value):
+            return True
+    return False
 
 
 def _conjuncts(e: ast.Expr | None) -> Iterator[ast.Expr]:
