@@ -148,7 +148,7 @@ def remarks(layout: Layout, backend: str) -> list[str]:
         if r is None:
             continue
         sizes = ", ".join(f"{d} = {n}" for d, n in r.dims.items())
-        knobs = ", ".join(f"{n} {v}" for n, v in r.knobs.items()) or "the default schedule"
+        knobs = r.words or "the default schedule"
         faster = known.faster(layout)
         auto = f"; auto takes {faster}" if faster is not None else ""
         out.append(f"{name}, measured with {sizes}: {knobs}, {r.us:.1f} us, default {r.default_us:.1f} us{auto}")

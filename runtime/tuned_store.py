@@ -22,6 +22,7 @@ from kgen.codegen.knobs import Knobs
 from kgen.codegen.schedule import ScheduleError
 from kgen.dsl import ir
 from kgen.dsl.errors import KgenError
+from kgen.dsl.knobs import WARP
 from kgen.runtime.cache import write_atomically
 from kgen.runtime.installation import driver_version
 from kgen.runtime.tuned_paths import file_name, shipped_path, switched_off, user_folder, user_path
@@ -82,6 +83,19 @@ class Result:
     driver: str = ""
     skipped: Mapping[str, int] = field(default_factory=dict)
     complete: bool = True
+
+    @property
+    def words(self) -> str:
+        """The knobs by the names of `schedule` statements; chunk[0] is of the first tile index."""
+        out: list[str] = []
+        for name, value in self.knobs.items():
+            if name == "chunks":
+                out += [f"chunk[{tile}]={n}" for tile, n in value.items()]
+            elif name == "threads" and self.subject.backend == "triton":
+                out.append(f"warps={value // WARP}")
+            else:
+                out.append(f"{name}={value}")
+        return ", ".join(out)
 
     @property
     def points(self) -> int:

@@ -295,7 +295,10 @@ def test_a_statement_of_the_source(tmp_path: Path) -> None:
     path.write_text(text)
     options = ["--stage", "schedule", "--backend", "triton", "--dtype", "bf16", "--dim", "N=16384"]
     shown = CliRunner().invoke(app, ["show", str(path), *options])
-    assert "n in chunks of 4096 that stay in registers (x_mn)" in shown.output
+    assert (
+        "num_warps=16, 1 row a program, n in blocks of 4096 that stay in registers for later passes (x_mn)"
+        in shown.output
+    )
     for body, message in (
         (text.replace("chunk[n] = 4096", "chunk[n] = whole"), "'hold' is for rows in chunks, and here is none"),
         (text.replace("(y: T[*M, N])", "(y: T[*M, N], s: f32[N])") + "    s[n] += x[m, n]\n", "that do not sum over"),

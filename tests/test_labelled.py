@@ -236,7 +236,7 @@ def test_the_text() -> None:
 def test_the_schedule_shows_it() -> None:
     from kgen.cli.ir_text import scheduled_text
 
-    text = scheduled_text(scheduled(example(TEXTS["condition"]), "cuda", looped("cuda", "n", 8)))
+    text = scheduled_text(scheduled(example(TEXTS["condition"]), "cuda", looped("cuda", "n", 8)), "cuda")
     lines = (
         "\nif s_m > 0.0:\n    ",
         "\n    at n = t_m_label, unless that is -1:\n        x[m, n] = ",

@@ -81,8 +81,9 @@ def test_show_says_what_was_measured() -> None:
         assert done.exit_code == 0, done.output
         return done.output
 
-    first = shown(256).splitlines()[0]
-    assert first.startswith("# tuned on cpu, measured with M = 24, N = 256: ") and "default 10.0 us" in first
+    for text in shown(256).split("==== schedule, ")[1:]:
+        line = text.splitlines()[3]  # below the title, the sizes and who chose them
+        assert line.startswith("# tuned on cpu, measured with M = 24, N = 256: ") and "default 10.0 us" in line
     assert "tuned on" not in shown(512)
 
 
@@ -129,7 +130,7 @@ def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
 def test_knobs_have_the_names_of_the_language(backend: str, says: str) -> None:
     knobs = {"threads": 256, "chunks": {"0": 4096, "1": 8}}
     subject = Subject("", backend, (), "")
-    assert command.knobs_text(Result(subject, "f", {}, {}, knobs, 1.0, 2.0)) == says
+    assert Result(subject, "f", {}, {}, knobs, 1.0, 2.0).words == says
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

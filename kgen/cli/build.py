@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kgen.cli.app import UsageError, err, out, print_json
-from kgen.cli.files import chosen, read, selected
+from kgen.cli.files import by_direction, chosen, read, selected
 from kgen.cli.options import (
     ConstOption,
     DimOption,
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 
 def build(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE[:NAME]|NAME|FOLDER...", help="What to build.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="FILE[:NAME]|NAME|FOLDER...",
+            help="What to build; of NAME.training and NAME.backward those kernels alone.",
+            show_default=False,
+        ),
     ],
     arch: Annotated[str, typer.Option("--arch", help="Architectures of the binaries, separated by commas.")] = "sm_90",
     folder: Annotated[
@@ -86,47 +92,29 @@ def build(
     backends = BACKENDS if backend == "both" else (backend,)
     if accumulate not in ACCUMULATE:
         raise UsageError(f"--accumulate: '{accumulate}' is none of {', '.join(ACCUMULATE)}")
-    wanted = chosen(files)
-    items: list[tuple[Path, LoadedModule, ast.Kernel | Op]] = []
-    left_out: list[str] = []
-    for path, names in wanted.items():
-        loaded = read(path)
-        ops = {o.name: o for o in loaded.module.ops if names is None or o.name in names}
-        if ops and "triton" not in backends:
-            if names is not None:
-                raise UsageError(f"--backend {backend}: {min(ops)} is an op, whose file launches Triton kernels")
-            left_out += ops
-            ops = {}
-        rest = None if names is None else names - ops.keys()
-        items += [(path, loaded, k) for k in selected(loaded.module, rest)]
-        items += [(path, loaded, o) for o in ops.values()]
-    if left_out:
-        err().print(f"left out: {', '.join(left_out)}; the file of an op launches Triton kernels", markup=False)
-    if not items:
-        raise UsageError(f"there is no kernel in {', '.join(map(str, wanted))}")
+    items = _items(files, backends)
     how = choices(dim, dtype, const, present, absent)
-    refuse_unknown(how, [k if isinstance(k, ast.Kernel) else k.header for _, _, k in items])
+    refuse_unknown(how, [i.item if isinstance(i.item, ast.Kernel) else i.item.header for i in items])
     asked = wanted_gradients(gradients)
-    if gradients != "all" and all(isinstance(k, ast.Kernel) for _, _, k in items):
+    if gradients != "all" and all(isinstance(i.item, ast.Kernel) for i in items):
         raise UsageError("--gradients is for ops, and none is built")
-    places = _places([p for p, _, _ in items], folder)
-    tasks = [
-        Job(
-            m.module,
-            k,
-            how,
-            places[path] if isinstance(k, ast.Kernel) else places[path] / k.name,
-            backends,
-            tuple(archs),
-            m.content_hash,
-            allow_spills,
-            asked,
+    places = _places([i.path for i in items], folder)
+    tasks: list[Job] = []
+    gradient: list[Job] = []  # of kernels whose direction is named
+    for i in items:
+        place = places[i.path] if isinstance(i.item, ast.Kernel) else places[i.path] / i.item.name
+        job = Job(
+            i.loaded.module, i.item, how, place, backends, tuple(archs), i.loaded.content_hash, allow_spills, asked,
             accumulate,
-        )
-        for path, m, k in items
-    ]
-    if backward:
-        tasks += _backwards(tasks, {n for names in wanted.values() for n in names or ()})
+        )  # fmt: skip
+        if i.direction in (None, "forward"):
+            tasks.append(job)
+        else:
+            training, back = _gradients(job)
+            gradient.append(training if i.direction == "training" else back)
+    if backward and (tasks or not gradient):
+        tasks += _backwards(tasks, {i.item.name for i in items if i.named})
+    tasks = list({(t.place, t.name): t for t in (*tasks, *gradient)}.values())
     manifests = _with_progress(tasks, jobs, quiet=as_json)
     if as_json:
         print_json({str(place): manifest for place, manifest in manifests.items()})
@@ -139,21 +127,67 @@ def build(
             _summary(place, name, entry)
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A kernel or an op of the file at `path`: whether it was named, and the direction behind its name."""
+
+    path: Path
+    loaded: LoadedModule
+    item: ast.Kernel | Op
+    named: bool
+    direction: str | None
+
+
+def _items(files: list[str], backends: tuple[str, ...]) -> list[_Item]:
+    """What `files` name. Ops are left out where `backends` cannot build them; UsageError for one that is named."""
+    out: list[_Item] = []
+    left_out: list[str] = []
+    for direction, texts in by_direction(files).items():
+        for path, names in chosen(texts).items():
+            loaded, named = read(path), names is not None
+            ops = {o.name: o for o in loaded.module.ops if names is None or o.name in names}
+            if ops and direction is not None and (named or not loaded.module.kernels):
+                op = min(ops)
+                raise UsageError(f"{op}.{direction}: {op} is an op, which is built with its gradients: kgen build {op}")
+            if ops and "triton" not in backends:
+                if named:
+                    raise UsageError(
+                        f"--backend {backends[0]}: {min(ops)} is an op, whose file launches Triton kernels"
+                    )
+                left_out += ops
+                ops = {}
+            rest = None if names is None else names - ops.keys()
+            out += [_Item(path, loaded, k, named, direction) for k in selected(loaded.module, rest)]
+            out += [_Item(path, loaded, o, named, direction) for o in ops.values() if direction is None]
+    if left_out:
+        err().print(f"left out: {', '.join(left_out)}; the file of an op launches Triton kernels", markup=False)
+    if not out:
+        raise UsageError(f"there is no kernel in {', '.join(files)}")
+    return out
+
+
+def _gradients(task: Job) -> list[Job]:
+    """The builds of the training form and of the backward of the kernel that `task` builds. Raises DslError
+    where it has none."""
+    from kgen.runtime.ahead import target
+    from kgen.runtime.derived import gradient_targets
+
+    assert isinstance(task.item, ast.Kernel)  # an op has none
+    return gradient_targets(target(task.module, task.item, task.choices)).jobs(task)
+
+
 def _backwards(tasks: list[Job], named: set[str]) -> list[Job]:
     """The builds of training forms and backwards beside `tasks`. A kernel without a gradient is left out and told of;
     one of those `named`, or the only one, is an error: raises DslError."""
     from kgen.dsl.diagnostics import DslError
-    from kgen.runtime.ahead import target
-    from kgen.runtime.derived import gradient_targets
 
     kernels = [t for t in tasks if isinstance(t.item, ast.Kernel)]
     if not kernels:
         raise UsageError("--backward is for kernels, and none is built; of an op, --gradients says which are")
     out: list[Job] = []
     for task in kernels:
-        assert isinstance(task.item, ast.Kernel)  # as above
         try:
-            out += gradient_targets(target(task.module, task.item, task.choices)).jobs(task)
+            out += _gradients(task)
         except DslError as error:
             if task.name in named or len(kernels) == 1:
                 raise

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kgen.cli.app import UsageError
+from kgen.dsl.knobs import WARP
 
 if TYPE_CHECKING:
     from kgen.codegen.cost import Cost
@@ -133,13 +134,15 @@ def _floor_lines(f: Floor, m: Machine) -> list[str]:
 def _launch_table(launches: Sequence[tuple[str, LaunchCost]]) -> str:
     several = len(launches) > len({b for b, _ in launches})
     head = ("", *(f"{b}: {la.asked.name}" if several else b for b, la in launches))
-    columns = [_column(la) for _, la in launches]
+    columns = [_column(b, la) for b, la in launches]
     rows = [(what, *(c[what] for c in columns)) for what in columns[0]]
     return _table(head, rows, right=range(1, len(head)))
 
 
-def _column(la: LaunchCost) -> dict[str, str]:
+def _column(backend: str, la: LaunchCost) -> dict[str, str]:
     s, used, fits, a = la.schedule, la.used, la.occupancy, la.asked
+    threads = str(s.threads) if s.cluster == 1 else f"{s.threads} in each of {s.cluster} blocks"
+    threads += f" ({s.threads // WARP} warps)" if backend == "triton" else ""
     chunks = (
         "".join(f", {axis} by {n}" for axis, n in s.chunks)
         + (", held" if s.held else "")
@@ -153,7 +156,7 @@ def _column(la: LaunchCost) -> dict[str, str]:
     return {
         "schedule": f"{s.name}{chunks}" if s.name else "given",
         "chosen by": s.by,
-        "threads a program": str(s.threads) if s.cluster == 1 else f"{s.threads} in each of {s.cluster} blocks",
+        "threads a program": threads,
         "rows a program": f"{s.rows} points" if s.name == "flat" else str(s.rows),
         "programs": f"{a.programs:_}".replace("_", " "),
         "loads": _bytes(a.read),

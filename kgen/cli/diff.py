@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kgen.cli.app import MISTAKES, UsageError, err, out, print_json
-from kgen.cli.files import chosen, existing, read, selected
+from kgen.cli.files import by_direction, chosen, existing, read, selected
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,11 @@ Job = tuple[Path, str, str]
 def diff(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FILE[:KERNEL]|NAME|FOLDER...", help="What to examine.", show_default=False),
+        typer.Argument(
+            metavar="FILE[:KERNEL]|NAME|FOLDER...",
+            help="What to examine; of NAME.forward and NAME.backward that direction.",
+            show_default=False,
+        ),
     ] = None,
     kernel: Annotated[list[str] | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel.")] = None,
     backends: Annotated[str, typer.Option(help="Backends to test, separated by commas.")] = "cuda,triton,reference",
@@ -88,8 +92,7 @@ def diff(
         jobs = [(path, name, "backward" if trial.wanted else "forward")]
         how["given"] = [trial]
     else:
-        directions = DIRECTIONS if direction == "both" else (direction,)
-        jobs = [(path, name, d) for path, name in _kernels(files or [], kernel) for d in directions]
+        jobs = _jobs(files or [], kernel, DIRECTIONS if direction == "both" else (direction,))
     if inject:
         _inject(jobs, inject, [n for n in names if n in MUTATIONS[inject].edits], where, how, seconds, as_json)
         return
@@ -142,6 +145,20 @@ def _check_dtypes(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in DTYPES:
             raise UsageError(f"--dtype: there is no dtype '{name}'; they are {', '.join(DTYPES)}")
+
+
+def _jobs(files: list[str], only: list[str] | None, directions: tuple[str, ...]) -> list[Job]:
+    """Each kernel in all of `directions`, or in the one behind its name."""
+    found: dict[Job, None] = {}
+    for direction, names in (by_direction(files) or {None: []}).items():
+        own = names[0] if names else ""
+        if direction == "training":
+            raise UsageError(f"{own}.training: kgen diff has none; name {own}.backward: it runs the training form too")
+        if direction is not None and direction not in directions:
+            raise UsageError(f"{own}.{direction}: --direction is {directions[0]}; leave one of them out")
+        these = directions if direction is None else (direction,)
+        found |= dict.fromkeys((path, name, d) for path, name in _kernels(names, only) for d in these)
+    return list(found)
 
 
 def _kernels(files: list[str], only: list[str] | None) -> list[tuple[Path, str]]:

@@ -110,6 +110,18 @@ def split_kernel(text: str) -> tuple[Path, str | None]:
     return Path(text), None
 
 
+DIRECTIONS = ("forward", "training", "backward")
+
+
+def directed(text: str) -> tuple[str, str | None]:
+    """`rms_norm.backward` as `rms_norm` and the direction: that of a kernel's gradients, the `training` form of a call
+    that records them, or `forward`, the kernel itself. None where none stands behind it: a file may be called so."""
+    for direction in DIRECTIONS:
+        if text.endswith(f".{direction}") and not Path(text).exists():
+            return text.removesuffix(f".{direction}"), direction
+    return text, None
+
+
 def named(text: str) -> tuple[Path, str | None]:
     """What `FILE[:KERNEL]` names, as `split_kernel` has it, or NAME, which is no file here: the kernel or op of that
     name that comes with kgen."""
@@ -133,6 +145,15 @@ def chosen(texts: Iterable[str]) -> dict[Path, set[str] | None]:
             known = wanted.get(p, set())
             wanted[p] = None if kernel is None or known is None else known | {kernel}
     return wanted
+
+
+def by_direction(texts: Iterable[str]) -> dict[str | None, list[str]]:
+    """`texts` without the directions behind them, as `directed` has them, for each direction."""
+    out: dict[str | None, list[str]] = {}
+    for text in texts:
+        name, direction = directed(text)
+        out.setdefault(direction, []).append(name)
+    return out
 
 
 def selected(module: ast.Module, names: set[str] | None) -> list[ast.Kernel]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 
+from kgen.codegen.layout import ceil_power
 from kgen.codegen.schedule import Choice, Element, Leave, Loop, Scheduled, Step, Straight
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
+from kgen.dsl.knobs import WARP
 from kgen.dsl.source import Span
 
 _INFIX = {
@@ -49,18 +51,14 @@ def kernel_text(kernel: ir.Kernel) -> str:
     return "\n".join([*declarations(kernel), "", *_aligned(kernel.body)])
 
 
-def scheduled_text(scheduled: Scheduled) -> str:
-    """A kernel in normal form, under its schedule: the steps that an emitter prints."""
+def scheduled_text(scheduled: Scheduled, backend: str, remarks: Iterable[str] = ()) -> str:
+    """A kernel in normal form, under its schedule for `backend`: the steps that an emitter prints. `remarks` are to
+    stand below who chose it."""
     s = scheduled.schedule
-    chunks = "".join(f", {axis} in chunks of {chunk}" for axis, chunk in s.chunks)
-    chunks += f" that stay in registers ({', '.join(sorted(scheduled.held))})" if scheduled.held else ""
-    name = f"{s.name}: " if s.name else ""
-    peeled = " that begin at any address" if s.peeled else ""
-    stages = f", {s.stages} iterations of a loop in flight" if s.stages > 1 else ""
-    threads = f"{s.threads} threads" + (f" in each of {s.cluster} blocks of a cluster" if s.cluster > 1 else "")
-    out = [f"# {name}{threads}, {s.rows} rows a program, vectors of {s.vector}{peeled}{chunks}{stages}"]
+    out = [f"# {backend}{f', {s.name}' if s.name else ''}: {', '.join(_sizes(scheduled, backend))}"]
     by = "a tuned schedule" if s.by == "tuned" else s.by
     out.append(f"# chosen by {by}" if by == "ladders" else f"# set by {by}, the rest chosen by ladders")
+    out += [f"# {line}" for line in remarks]
     v = scheduled.variant
     out += [f"# {d} = {n}" for d, n in v.dims] + [f"# {d} is a multiple of {n}" for d, n in v.multiples if n > 1]
     for t, c in v.tensors:
@@ -73,22 +71,52 @@ def scheduled_text(scheduled: Scheduled) -> str:
     if scheduled.sums is not None and scheduled.sums.down:
         out.append(f"# {', '.join(scheduled.sums.over)} from the last to the first")
     out += [*declarations(scheduled.kernel), ""]
-    out += _steps(scheduled.steps)
+    out += _steps(scheduled.steps, scheduled.kernel, backend)
     out += [f"# {name} is to stay in L2" for name in sorted(scheduled.kept)]
     out += [f"# barrier before the first store to {t}" for t in sorted(scheduled.barriers)]
     return "\n".join(out)
 
 
-def _steps(steps: Iterable[Step]) -> Iterator[str]:
+def _sizes(scheduled: Scheduled, backend: str) -> list[str]:
+    """The sizes of a schedule, in the words of its backend."""
+    kernel, s = scheduled.kernel, scheduled.schedule
+    rows = f"{s.rows} row{'s' * (s.rows > 1)} a program" if kernel.tiles else f"{s.rows} points a program"
+    if backend == "triton":
+        rows = rows if kernel.tiles else f"a block of {s.rows} points"
+        out = [f"num_warps={s.threads // WARP}", *([f"maxnreg={s.registers}"] if s.registers else ()), rows]
+        for a in kernel.tiles:
+            n, chunk = a.extent.constant, s.chunk(a.name)
+            out.append(
+                f"{a.name} in a block of {ceil_power(n)}" if chunk is None else _chunks(kernel, backend, a.name, chunk)
+            )
+        if scheduled.held:
+            out[-1] += f" that stay in registers for later passes ({', '.join(sorted(scheduled.held))})"
+        return out + ([f"num_stages={s.stages}"] if s.stages > 1 else [])
+    threads = f"{s.threads} threads" + (f" in each of {s.cluster} blocks of a cluster" if s.cluster > 1 else "")
+    vectors = f"vectors of {s.vector}" if s.vector > 1 else "element by element"
+    peeled = " of rows that begin at any address" if s.peeled else ""
+    return [threads, rows, vectors + peeled, *(_chunks(kernel, backend, a, n) for a, n in s.chunks)]
+
+
+def _chunks(kernel: ir.Kernel, backend: str, axis: str, chunk: int) -> str:
+    """How a pass takes `axis`."""
+    if chunk >= kernel.axis(axis).extent.constant:
+        return f"all of {axis} anew in each pass"
+    return f"{axis} in {'blocks' if backend == 'triton' else 'chunks'} of {chunk}"
+
+
+def _steps(steps: Iterable[Step], kernel: ir.Kernel, backend: str) -> Iterator[str]:
     for step in steps:
         match step:
             case Choice():
                 yield f"if {expr_text(step.condition)}:"
-                yield from _indented(_steps(step.yes))
+                yield from _indented(_steps(step.yes, kernel, backend))
                 yield "else:"
-                yield from _indented(_steps(step.no))
+                yield from _indented(_steps(step.no, kernel, backend))
             case Loop():
-                yield f"for {step.axis} in chunks of {step.chunk}:"
+                whole = step.chunk >= kernel.axis(step.axis).extent.constant
+                taken = f"all of {step.axis}" if whole else _chunks(kernel, backend, step.axis, step.chunk)
+                yield f"for {taken}{', from the last' if step.down else ''}:"
                 yield from _indented(_aligned(step.body))
             case Element():
                 yield f"at {step.axis} = {expr_text(step.label)}, unless that is -1:"

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kgen.cli.app import INTERRUPTED, MISTAKES, UsageError, err, out, write_json
-from kgen.cli.files import existing, shipped, split_kernel
+from kgen.cli.files import directed, existing, shipped, split_kernel
 from kgen.cli.options import ConstOption, DimOption, DtypeOption, WithOption, WithoutOption, choices, refuse_unknown
 from kgen.cli.tune_products import declared, op_of, tasks_of
 from kgen.cli.tune_products import run as tune_products
 from kgen.cli.tune_products import show as show_products
 from kgen.dsl.errors import KgenError
-from kgen.dsl.knobs import WARP
 
 if TYPE_CHECKING:
     from kgen.runtime.ahead import Choices
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from kgen.runtime.loading import KernelModule
     from kgen.runtime.tune import Job, Machine, Options, Outcome
     from kgen.runtime.tuned_store import Result
-
-_DIRECTIONS = ("forward", "training", "backward")
 
 
 def tune(
@@ -205,10 +202,7 @@ def target_of(text: str) -> Target:
     """What `FILE[:KERNEL]` or `NAME`, either with a direction behind it, names. Raises UsageError."""
     from kgen.runtime.loading import load
 
-    name, direction = text, None
-    for d in _DIRECTIONS:
-        if text.endswith(f".{d}") and not Path(text).exists():
-            name, direction = text.removesuffix(f".{d}"), d
+    name, direction = directed(text)
     path, kernel = split_kernel(name)
     if kernel is None and name.isidentifier() and not path.exists():
         return _shipped(name, direction)
@@ -297,21 +291,8 @@ def _lines(o: Outcome) -> Iterator[str]:
 def _said(r: Result) -> str:
     if not r.knobs:
         return f"{r.us:.1f} us, the default stays ({r.tried} tried)"
-    knobs = knobs_text(r)
-    return f"{r.us:.1f} us, {r.default_us / r.us:.2f} times as fast as the default, with {knobs} ({r.tried} tried)"
-
-
-def knobs_text(r: Result) -> str:
-    """The knobs of `r` by the names of `schedule` statements; chunk[0] is of the first tile index."""
-    words: list[str] = []
-    for name, value in r.knobs.items():
-        if name == "chunks":
-            words += [f"chunk[{tile}]={n}" for tile, n in value.items()]
-        elif name == "threads" and r.subject.backend == "triton":
-            words.append(f"warps={value // WARP}")
-        else:
-            words.append(f"{name}={value}")
-    return ", ".join(words)
+    faster = f"{r.default_us / r.us:.2f} times as fast as the default"
+    return f"{r.us:.1f} us, {faster}, with {r.words} ({r.tried} tried)"
 
 
 def _summary(outcomes: Sequence[Outcome]) -> None:
@@ -383,7 +364,7 @@ def _show(device: str | None) -> None:
                 table.add_row(
                     r.name, r.subject.backend, " ".join(dict.fromkeys(r.dtypes.values())),
                     ", ".join(f"{d}={n}" for d, n in r.dims.items()), f"{r.us:.1f}", f"{r.default_us:.1f}",
-                    knobs_text(r) or "default",
+                    r.words or "default",
                 )  # fmt: skip
             console.print(table)
             if ignored:
