@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from kgen.codegen.about import choices, literal_text, memory
 from kgen.codegen.program import Arg, Program
 from kgen.codegen.templating import render
 from kgen.dsl import ir
@@ -44,17 +45,9 @@ def tensor_text(t: ir.Tensor, known: dict[str, int]) -> str:
 def assumptions(target: Target, *, peeled: bool = False) -> list[str]:
     """What the code relies on, one sentence each. `peeled`: it has a program that peels its rows."""
     kernel, variant, known = target.kernel, target.layout.variant, known_dims(target)
-    out = []
-    facts = [f"{n} = {d}" for n, d in kernel.dtypes] + [f"{n} = {literal_text(v)}" for n, v in kernel.consts]
-    facts += [f"{d} = {n}" for d, n in variant.dims]
-    if facts:
-        out.append(", ".join(facts))
-    unit = [n for n, c in variant.tensors if c.unit and kernel.tensor(n).shape]
-    if unit:
-        out.append(f"innermost stride 1: {', '.join(unit)}")
-    for align in sorted({c.align for _, c in variant.tensors if c.align > 1}, reverse=True):
-        names = [n for n, c in variant.tensors if c.align == align]
-        out.append(f"address and other strides multiples of {align} bytes: {', '.join(names)}")
+    facts = choices(kernel, variant)
+    out = [facts] if facts else []
+    out += memory(kernel, variant, {n for n, _ in variant.tensors})
     dense = [n for n, c in variant.tensors if c.dense]
     if dense and peeled:
         out.append(f"on cuda, without gaps from an address on that is a multiple of 16 bytes: {', '.join(dense)}")
@@ -184,10 +177,6 @@ def star_texts(target: Target) -> list[str]:
             text = f"product of all dimensions of {t.name} but the last" + (f" {rest}" if rest > 1 else "")
             out.setdefault(dim, f"{dim} = {text if rest else f'number of elements of {t.name}'}")
     return list(out.values())
-
-
-def literal_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _columns(rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -10,13 +10,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kgen.codegen.about import literal_text
 from kgen.codegen.host import plan, sizing
 from kgen.codegen.origins import file_name
 from kgen.codegen.templating import render
 from kgen.codegen.torch_dtypes import TORCH
 from kgen.dsl import ir as tiles
 from kgen.dsl.check import TensorParam
-from kgen.runtime.eject import literal_text, tensor_text
+from kgen.runtime.eject import tensor_text
 from kgen.runtime.eject_sizes import Sizes, literal, tuple_text
 from kgen.runtime.eject_steps import Body, KernelFile, Steps, flat_steps, listed, words_of
 from kgen.runtime.eject_triton import HostFunction

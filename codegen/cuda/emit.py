@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
+from kgen.codegen.about import compiled_for, grid
 from kgen.codegen.cuda import caching, indices
 from kgen.codegen.cuda.context import Context, Holder
 from kgen.codegen.cuda.element import emit_element
@@ -354,6 +355,8 @@ class _Emitter:
                 out.append(f"Elements of {ctx.peel.axis} that are in no whole vector are taken one by one.")
         if ctx.scheduled.sums is not None:
             out.append(sums_remark(ctx, ctx.scheduled.sums))
+        out += compiled_for(ctx.scheduled, {a.name for a in ctx.args if a.kind == "tensor"})
+        out.append(f"Launch: {_launch(ctx.scheduled)}.")
         if self.waiting:
             held = ", ".join(sorted(self.waiting))
             out.append(f"Not __restrict__: the outputs, nor {held}, so that these are loaded where they are used.")
@@ -362,6 +365,14 @@ class _Emitter:
 
 def _name(s: ir.Stmt) -> str:
     return s.name if isinstance(s, ir.Let) else ""
+
+
+def _launch(scheduled: Scheduled) -> str:
+    cluster = f", clusters of {scheduled.schedule.cluster} blocks, which are compiled in" * (
+        scheduled.schedule.cluster > 1
+    )
+    blocks = grid(scheduled, "ceil({} / {})")
+    return f"grid {blocks}, block {scheduled.schedule.threads}{cluster}, no dynamic shared memory"
 
 
 def _signature(t: ir.Tensor) -> str:

@@ -4,10 +4,11 @@ definitions in front of the body are there."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from kgen.codegen.about import compiled_for, grid
 from kgen.codegen.origins import file_name
-from kgen.codegen.schedule import Scheduled, Sums
+from kgen.codegen.schedule import Scheduled
 from kgen.codegen.templating import environment
 from kgen.codegen.triton.index import Definition
 from kgen.codegen.triton.reserved import HELPERS
@@ -15,46 +16,18 @@ from kgen.codegen.triton.reserved import HELPERS
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-def about(scheduled: Scheduled, tensors: Iterable[str]) -> list[str]:
+def about(scheduled: Scheduled, tensors: Collection[str]) -> list[str]:
     """Comment lines: what the file computes, what it was compiled for and how to launch it. `tensors`: those of the
     kernel that are its arguments."""
-    kernel, variant = scheduled.kernel, scheduled.variant
-    there = frozenset(tensors)
+    kernel, schedule = scheduled.kernel, scheduled.schedule
     doc = [_printable(line) for line in kernel.doc.strip().split("\n")[:1] if line]
     file = file_name(kernel.span)
-    facts = [f"{k} = {v}" for k, v in kernel.dtypes] + [f"{k} = {v}" for k, v in (*kernel.consts, *variant.dims)]
-    out = [f"{kernel.name} of {file}: {doc[0]}" if doc else f"{kernel.name} of {file}"]
-    if facts:
-        out.append(f"Compiled for {', '.join(facts)}.")
-    unit = [t.name for t in kernel.tensors if t.name in there and variant.tensor(t.name).unit]
-    aligned = {t.name: variant.tensor(t.name).align for t in kernel.tensors if t.name in there}
-    by_bytes = sorted({b for b in aligned.values() if b > 1}, reverse=True)
-    if unit:
-        out.append(f"Innermost stride 1: {', '.join(unit)}.")
-    for b in by_bytes:
-        names = ", ".join(t for t, v in aligned.items() if v == b)
-        out.append(f"Address and other strides multiples of {b} bytes: {names}.")
-    unknown = [(d, m) for d, m in variant.multiples if variant.dim(d) is None and d in kernel.dims]
-    multiples = [f"{d} of {m}" for d, m in unknown if m > 1]
-    if multiples:
-        out.append(f"Multiples: {', '.join(multiples)}.")
-    rows = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in kernel.parallel) or "1"
-    per = scheduled.schedule.rows
-    grid = rows if per == 1 else f"triton.cdiv({rows}, {per})"
-    if scheduled.sums is not None:
-        grid = _sum_grid(scheduled, scheduled.sums)
-    most = scheduled.schedule.registers
-    told = f", maxnreg={most}" if most else ""
-    out.append(f"Launch: grid ({grid},), num_warps={scheduled.schedule.threads // 32}{told}.")
-    return out
-
-
-def _sum_grid(scheduled: Scheduled, sums: Sums) -> str:
-    axes = sums.row_axes(scheduled.kernel) if sums.columns else sums.block_axes(scheduled.kernel)
-    blocks = " * ".join(f"({a.extent})" if len(a.extent.terms) > 1 else str(a.extent) for a in axes)
-    if sums.columns:
-        blocks = f"triton.cdiv({blocks}, {scheduled.schedule.rows})"
-    return " * ".join(t for t in (sums.dim if sums.split is not None else "", blocks) if t) or "1"
+    told = f", maxnreg={schedule.registers}" if schedule.registers else ""
+    return [
+        f"{kernel.name} of {file}: {doc[0]}" if doc else f"{kernel.name} of {file}",
+        *compiled_for(scheduled, tensors),
+        f"Launch: grid ({grid(scheduled, 'triton.cdiv({}, {})')},), num_warps={schedule.threads // 32}{told}.",
+    ]
 
 
 def used(definitions: list[Definition], lines: Iterable[str]) -> list[str]:
