@@ -92,7 +92,7 @@ def show(
     Stages behind training or backward are of that kernel, as a call runs it that records all gradients; so are all of
     NAME.training and NAME.backward.
 
-    The stage cost says what the kernel must move and compute, what its two programs ask for and occupy, and its floor
+    The stage cost says what the kernel must move and compute, what its programs ask for and occupy, and its floor
     on a GPU: how long a copy of the same bytes takes, or the arithmetic; of an op, that of each step and the sum.
 
     Examples:
