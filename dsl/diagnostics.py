@@ -6,7 +6,8 @@ A phase never raises at its first finding; it appends to a `Diagnostics` and goe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kgen.dsl.errors import KgenError
@@ -86,3 +87,12 @@ class Diagnostics:
         """Raise `DslError` with everything found, if anything was."""
         if self.items:
             raise DslError(self.sorted())
+
+
+def suggestion(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    """Help for an unknown name: the nearest known one, or what there is."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    shown = ", ".join(list(known)[:12]) + (", ..." if len(known) > 12 else "")
+    return f"known here: {shown}" if shown else ""

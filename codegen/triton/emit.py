@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
-from kgen.codegen.abi import kernel_args
 from kgen.codegen.layout import vector_limit
 from kgen.codegen.names import Names
 from kgen.codegen.origins import cited
-from kgen.codegen.program import Arg, Program, Stage
+from kgen.codegen.program import Program, Stage
 from kgen.codegen.schedule import Choice, Element, Finish, Leave, Loop, Partial, Scheduled, Step, Straight, Sums
 from kgen.codegen.templating import render
+from kgen.codegen.triton.arguments import Arguments
+from kgen.codegen.triton.barriers import Barriers
 from kgen.codegen.triton.blocks import ROW, THREAD, Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.caching import given_up_last
 from kgen.codegen.triton.expressions import Expressions
 from kgen.codegen.triton.held import HeldChunks
 from kgen.codegen.triton.identity import MaskedLanes, Number
 from kgen.codegen.triton.index import Definition, Indices, program_indices
-from kgen.codegen.triton.intrinsics import TYPES
-from kgen.codegen.triton.memory import ArgNames, Memory
+from kgen.codegen.triton.memory import Memory
 from kgen.codegen.triton.module import about, helpers, used, words
 from kgen.codegen.triton.reductions import Accumulator, Running, finished, masked, reduced
 from kgen.codegen.triton.reserved import RESERVED
 from kgen.codegen.triton.sums import PartialSum, loop_range, partition, share
-from kgen.codegen.triton.text import COMPARE, Text, call, method
+from kgen.codegen.triton.text import COMPARE, Line, Text, call, method
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.garbage import collected_later
@@ -42,12 +41,6 @@ def emit(scheduled: Scheduled) -> Program:
     return replace(program, then=tuple(emit(s) for s in scheduled.then)) if scheduled.then else program
 
 
-@dataclass(frozen=True)
-class _Line:
-    text: str
-    span: Span | None = None
-
-
 class _Emitter:
     def __init__(self, scheduled: Scheduled) -> None:
         self.scheduled = scheduled
@@ -59,9 +52,8 @@ class _Emitter:
         users = (*kernel.dims, *(a.name for a in kernel.axes), *(p.name for p in kernel.scalars), *lets)
         self.names = Names(users, RESERVED)
         self.entry = self.names.fresh(kernel.name)  # a kernel may be called as one of its dimensions is
-        self.args = kernel_args(kernel, self.variant)
+        self.args = Arguments(kernel, self.variant, self.names)
         self.sum_names: dict[str, str] = {}  # of the values of finished sums, and of what outlives a loop
-        self.arg_names = self._arg_names()
         self.blocks = Blocks(scheduled)
         self.indices = Indices(kernel, self.blocks, self._spelling)
         self.expressions = Expressions(self.blocks, self.indices, self._spelling)
@@ -73,7 +65,7 @@ class _Emitter:
             self.variant,
             self.blocks,
             self.indices,
-            self.arg_names,
+            self.args,
             self.expressions.value,
             self.masks,
             self.names.fresh,
@@ -82,64 +74,15 @@ class _Emitter:
         self.chunk_starts: dict[str, str] = {}  # names of the loop variables
         self.thread_views: dict[str, str] = {}  # by text of a chunk of this loop: the name of the block by threads
         self.outlive: dict[str, str] = {}  # by value of this loop: the variable that holds its last one
-        self.stored: set[str] = set()
         self.sums: dict[tuple[str, tuple[Poly, ...]], PartialSum] = {}  # by target
-        self.shared_loads = self._shared_loads()
+        self.barriers = Barriers(scheduled, self.blocks)
         self.said: str | None = None
 
     # -- names ---------------------------------------------------------------------------------------------------
     def _spelling(self, name: str) -> str:
-        part = self.flat_stars.get(name) or self.sum_names.get(name)
-        return part if part is not None else self.names[name]
-
-    def _arg_names(self) -> ArgNames:
-        pointer: dict[str, str] = {}
-        stride: dict[tuple[str, int, int], str] = {}
-        part: dict[tuple[str, int], str] = {}
-        self.flat_stars: dict[str, str] = {}
-        for a in self.args:
-            if a.kind == "tensor":
-                pointer[a.name] = self.names.fresh(f"{a.name}_ptr")
-            elif a.kind == "stride":
-                suffix = f"_{a.part}" if self._parts(a) > 1 else ""
-                label = self._dimension_label(a.name, a.axis)
-                stride[a.name, a.axis, a.part] = self.names.fresh(f"stride_{a.name}_{label}{suffix}")
-            elif a.kind == "dim" and self.variant.star_rank(a.name) > 1:
-                part[a.name, a.part] = self.names.fresh(f"{a.name}_{a.part}")
-        return ArgNames(pointer, stride, part)
-
-    def _parts(self, a: Arg) -> int:
-        t = self.kernel.tensor(a.name)
-        dim = t.shape[0].as_symbol if t.star and a.axis == 0 else None
-        return self.variant.star_rank(dim) if dim is not None else 1
-
-    def _dimension_label(self, tensor: str, axis: int) -> str:
-        """What to call a dimension: the index that runs over it if there is but one, its position otherwise."""
-        found = {
-            s.as_symbol if not isinstance(s := access.at[axis], ir.Expr) else None
-            for access in ir.accesses(self.kernel.body)
-            if access.tensor == tensor
-        }
-        label = next(iter(found)) if len(found) == 1 else None
-        return label if label is not None and label in {a.name for a in self.kernel.axes} else str(axis)
-
-    def _identifier(self, a: Arg) -> str:
-        if a.kind == "tensor":
-            return self.arg_names.pointer[a.name]
-        if a.kind == "stride":
-            return self.arg_names.stride[a.name, a.axis, a.part]
-        if a.kind == "dim" and (a.name, a.part) in self.arg_names.part:
-            return self.arg_names.part[a.name, a.part]
-        return self.names[a.name]
+        return self.sum_names.get(name) or self.names[name]
 
     # -- the program's own indices -------------------------------------------------------------------------------
-    def _sizes(self) -> list[Definition]:
-        out: list[Definition] = []
-        for dim in sorted({d for d, _ in self.arg_names.part}):
-            sizes = [v for (d, _), v in self.arg_names.part.items() if d == dim]
-            out.append(Definition(self.names[dim], " * ".join(sizes)))
-        return out
-
     def _multiple(self) -> int:
         axes = self.scheduled.row_axes
         return power_of_two_factor(axes[-1].extent, self.variant) if axes else 1
@@ -153,7 +96,7 @@ class _Emitter:
         )
         if mask:
             self.masks[ROW] = mask
-        return [*self._sizes(), *found, *self._tiles()]
+        return [*self.args.sizes(), *found, *self._tiles()]
 
     def _tiles(self) -> list[Definition]:
         out: list[Definition] = []
@@ -177,25 +120,25 @@ class _Emitter:
         return out
 
     # -- statements ----------------------------------------------------------------------------------------------
-    def body(self) -> list[_Line]:
+    def body(self) -> list[Line]:
         if self.scheduled.sums is not None:
             return self._sum_body(self.scheduled.sums)
         prelude = self._prelude()
         lines = self._steps(self.scheduled.steps)
         prelude += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
-        out = [_Line(t) for t in used(prelude, (line.text for line in lines))]
-        return [*out, _Line(""), *lines] if out else lines
+        out = [Line(t) for t in used(prelude, (line.text for line in lines))]
+        return [*out, Line(""), *lines] if out else lines
 
-    def _steps(self, steps: Iterable[Step]) -> list[_Line]:
-        lines: list[_Line] = []
+    def _steps(self, steps: Iterable[Step]) -> list[Line]:
+        lines: list[Line] = []
         for step in steps:
             ragged = frozenset(k for k, d in self.blocks.dims.items() if d.ragged)
             lanes = MaskedLanes(self.kernel, step.body, ragged, self.held.others)
             if isinstance(step, Leave):
                 condition = self.expressions.value(step.condition).text
                 lines += [
-                    _Line(f"if {condition}:  # what is stored is there already", step.condition.span),
-                    _Line("    return", step.condition.span),
+                    Line(f"if {condition}:  # what is stored is there already", step.condition.span),
+                    Line("    return", step.condition.span),
                 ]
             elif isinstance(step, Choice):
                 lines += self._choice(step)
@@ -208,58 +151,52 @@ class _Emitter:
                     lines += self._statement(s, lanes)
         return lines
 
-    def _choice(self, step: Choice) -> list[_Line]:
+    def _choice(self, step: Choice) -> list[Line]:
         """One of two ways."""
-        made = {s.name for s in step.body if isinstance(s, ir.Let)}
-        before: list[_Line] = []
-        for s in step.body:
-            # One barrier is enough where neither of them loads what other threads overwrite.
-            if not isinstance(s, ir.Let) and not self.shared_loads.get(s.tensor, set()) & made:
-                before += self._barrier(s)
         span = step.condition.span
-        before += self._comment(span)
-        stored, behind = self.stored, set[str]()
+        before = [*self.barriers.in_front_of(step), *self._comment(span)]
+        stored, behind = self.barriers.stored, set[str]()
         for head, steps in ((f"if {self.expressions.value(step.condition).text}:", step.yes), ("else:", step.no)):
-            self.stored, self.said = set(stored), None
+            self.barriers.stored, self.said = set(stored), None
             inside = self._steps(steps)
-            before += [_Line(head, span), *(_Line(f"    {s.text}" if s.text else "", s.span) for s in inside)]
-            behind |= self.stored
-        self.stored, self.said = behind, None
+            before += [Line(head, span), *(Line(f"    {s.text}" if s.text else "", s.span) for s in inside)]
+            behind |= self.barriers.stored
+        self.barriers.stored, self.said = behind, None
         return before
 
-    def _element(self, step: Element, lanes: MaskedLanes) -> list[_Line]:
+    def _element(self, step: Element, lanes: MaskedLanes) -> list[Line]:
         """The element of a row's label, which is stored behind the pass over the row."""
         self.said = None
         out = [
-            _Line("# The element of the label, which the pass has stored as any other."),
-            _Line("tl.debug_barrier()"),
+            Line("# The element of the label, which the pass has stored as any other."),
+            Line("tl.debug_barrier()"),
         ]
         for s in step.body:
             if isinstance(s, ir.Store):
                 lines = self.memory.store_element(s, step.axis, step.label)
-                out += [*self._comment(s.span), *(_Line(t, s.span) for t in lines)]
+                out += [*self._comment(s.span), *(Line(t, s.span) for t in lines)]
             else:
                 out += self._statement(s, lanes)
         return out
 
-    def _sum_body(self, sums: Sums) -> list[_Line]:
+    def _sum_body(self, sums: Sums) -> list[Line]:
         """The loop over a program's share of the rows, with blocks of sums around it."""
         own = share(self.scheduled, sums, self.indices, self._spelling, self.names.fresh, self._multiple())
         if own.mask:
             self.masks[ROW] = own.mask
-        before: list[_Line] = []
+        before: list[Line] = []
         once = [step for step in self.scheduled.steps if isinstance(step, Straight) and step.once]
         before += self._steps(once)
         added = [s for step in self.scheduled.steps for s in step.body if isinstance(s, ir.Accumulate)]
         for s in added:
             total = PartialSum.of(s, self.names.fresh(f"{s.tensor}_sum"), self.blocks)
             self.sums[s.tensor, s.at] = total
-            before += [*self._comment(s.span), _Line(total.start(self.blocks), s.span)]
+            before += [*self._comment(s.span), Line(total.start(self.blocks), s.span)]
         self.said = None
         inside = self._steps(step for step in self.scheduled.steps if step not in once)
         if sums.zeroed:
-            inside.append(_Line("tl.debug_barrier()  # the next row adds to what this one has stored"))
-        behind: list[_Line] = []
+            inside.append(Line("tl.debug_barrier()  # the next row adds to what this one has stored"))
+        behind: list[Line] = []
         self.said = None
         for s in added:
             total = self.sums[s.tensor, s.at]
@@ -269,24 +206,24 @@ class _Emitter:
             value = ir.Ref(total.name, s.value.dtype, axes, s.span)
             behind += self._comment(s.span)
             texts = [*total.finish(), *self.memory.store(ir.Store(s.tensor, s.at, value, s.span))]
-            behind += [_Line(t, s.span) for t in texts]
-        definitions = [*self._sizes(), *own.definitions, *self._tiles()]
+            behind += [Line(t, s.span) for t in texts]
+        definitions = [*self.args.sizes(), *own.definitions, *self._tiles()]
         definitions += [Definition(name, address) for (_, address), name in self.memory.rows.items()]
         still, moving = partition(definitions, own.variable)
         head = used(moving, (line.text for line in inside))
         texts = [own.header, *head, *(line.text for line in (*before, *inside, *behind))]
-        loop = [*(_Line(t) for t in head), *([_Line("")] if head else []), *inside]
-        own_lines = [_Line(t) for t in used(still, texts)]
+        loop = [*(Line(t) for t in head), *([Line("")] if head else []), *inside]
+        own_lines = [Line(t) for t in used(still, texts)]
         out = [
             *own_lines,
-            *([_Line("")] if own_lines else []),
+            *([Line("")] if own_lines else []),
             *before,
-            _Line(own.header),
-            *(_Line(f"    {line.text}" if line.text else "", line.span) for line in loop),
+            Line(own.header),
+            *(Line(f"    {line.text}" if line.text else "", line.span) for line in loop),
         ]
-        return [*out, _Line(""), *behind] if behind else out
+        return [*out, Line(""), *behind] if behind else out
 
-    def _statement(self, s: ir.Stmt, lanes: MaskedLanes) -> list[_Line]:
+    def _statement(self, s: ir.Stmt, lanes: MaskedLanes) -> list[Line]:
         out = self._comment(s.span)
         if isinstance(s, ir.Let):
             name = self.names[s.name]
@@ -296,14 +233,14 @@ class _Emitter:
                 v = self._let(s.value, lanes)
                 lines, dims = [f"{name} = {v.text}"], v.dims
             self.expressions.bound[s.name] = dims
-            return [*out, *(_Line(t, s.span) for t in lines)]
+            return [*out, *(Line(t, s.span) for t in lines)]
         if isinstance(s, ir.Accumulate):
             total = self.sums[s.tensor, s.at]
-            return [*out, _Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
+            return [*out, Line(total.step(self.expressions.value(s.value), self.memory.mask, self.blocks), s.span)]
         sums = self.scheduled.sums
         again = self.in_chunks is not None and not self.scheduled.schedule.held  # passes find rows in the caches
         streamed = again and (sums is None or s.tensor not in sums.zeroed)
-        return [*out, *self._barrier(s), *(_Line(t, s.span) for t in self.memory.store(s, streamed=streamed))]
+        return [*out, *self.barriers.before(s), *(Line(t, s.span) for t in self.memory.store(s, streamed=streamed))]
 
     def _load(self, load: str, e: ir.Load, other: Number | None) -> tuple[list[str], tuple[str, ...]]:
         name, last = self.names[load], load in self.given_up_last
@@ -337,7 +274,7 @@ class _Emitter:
         text = align(index, dims)
         return text if index.dims == dims else call("tl.broadcast_to", text, self.blocks.shape(dims))
 
-    def _loop(self, step: Loop, lanes: MaskedLanes) -> list[_Line]:
+    def _loop(self, step: Loop, lanes: MaskedLanes) -> list[Line]:
         axis = self.kernel.axis(step.axis)
         self.said = None  # what stands before the loop does not tell what is in it
         if step.axis not in self.chunk_starts:
@@ -346,13 +283,10 @@ class _Emitter:
         self.thread_views, self.outlive = {}, {}
         before = self._loads_ahead(step, lanes)
         self.in_chunks = step
-        inside: list[_Line] = []
-        after: list[_Line] = []
+        inside: list[Line] = []
+        after: list[Line] = []
         header: Span | None = None
-        for s in step.body:
-            # One barrier is enough where nothing that the loop loads is overwritten by other threads.
-            if not isinstance(s, ir.Let) and not self.shared_loads.get(s.tensor, set()) & _made(step):
-                before += self._barrier(s)
+        before += self.barriers.in_front_of(step)
         for s in step.body:
             header = header or s.span
             e = s.value
@@ -361,20 +295,20 @@ class _Emitter:
                 continue
             if isinstance(e, Partial):
                 running, lines = self._running(s.name, e, step, lanes)
-                before += [_Line(t, s.span) for t in running.start()]
-                inside += [*self._comment(s.span), *(_Line(t, s.span) for t in lines)]
+                before += [Line(t, s.span) for t in running.start()]
+                inside += [*self._comment(s.span), *(Line(t, s.span) for t in lines)]
                 continue
             acc = self._accumulator(s.name, e)
-            before += [_Line(t, s.span) for t in acc.start(self.blocks)]
+            before += [Line(t, s.span) for t in acc.start(self.blocks)]
             inside += self._comment(s.span)
             index = Value(Text(self.names[e.over[0]]), (e.over[0],))
-            inside += [_Line(t, s.span) for t in acc.step(self._masked_argument(e, lanes), index, self.blocks)]
+            inside += [Line(t, s.span) for t in acc.step(self._masked_argument(e, lanes), index, self.blocks)]
             result = acc.finish(self.blocks)
             self.expressions.bound[s.name] = result.dims
-            after.append(_Line(f"{self.names[s.name]} = {result.text}", s.span))
+            after.append(Line(f"{self.names[s.name]} = {result.text}", s.span))
         self.in_chunks = None
         prelude = used(self._tile(axis, start), (line.text for line in inside))
-        inside = [*(_Line(t) for t in prelude), *inside]
+        inside = [*(Line(t) for t in prelude), *inside]
         self.said = None
         self.sum_names |= self.outlive
         counter = start
@@ -382,34 +316,34 @@ class _Emitter:
             last = (axis.extent.constant - 1) // step.chunk * step.chunk
             counter = self.names.fresh(f"{self.names[step.axis]}_done")
             remark = "# from the last chunk back: what was read last is still in the cache"
-            inside.insert(0, _Line(f"{start} = {last} - {counter}  {remark}", header))
+            inside.insert(0, Line(f"{start} = {last} - {counter}  {remark}", header))
         loads = any(isinstance(s.value, ir.Load) for s in step.body)
         return [
             *before,
-            _Line(f"for {counter} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', loads)}:", header),
-            *(_Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
+            Line(f"for {counter} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', loads)}:", header),
+            *(Line(f"    {line.text}" if line.text else "", line.span) for line in inside),
             *after,
         ]
 
-    def _loads_ahead(self, step: Loop, lanes: MaskedLanes) -> list[_Line]:
+    def _loads_ahead(self, step: Loop, lanes: MaskedLanes) -> list[Line]:
         """The loop in front of the pass `step` that loads what is held from there on."""
         loads = self.held.ahead(step)
         if not loads:
             return []
         axis, start = self.kernel.axis(step.axis), self.chunk_starts[step.axis]
         before = self.held.start(loads)
-        inside: list[_Line] = []
+        inside: list[Line] = []
         for s in loads:
             inside += self._comment(s.span)
             lines = self.held.load(s, lanes.other.get(s.name), given_up_last=s.name in self.given_up_last)
-            inside += [_Line(t, s.span) for t in lines]
+            inside += [Line(t, s.span) for t in lines]
         self.said = None
         prelude = used(self._tile(axis, start), (line.text for line in inside))
         return [
-            *(_Line(t) for t in before),
-            _Line(f"for {start} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', True)}:", loads[0].span),
-            *(_Line(f"    {t}") for t in prelude),
-            *(_Line(f"    {line.text}", line.span) for line in inside),
+            *(Line(t) for t in before),
+            Line(f"for {start} in {self._chunks(f'0, {axis.extent.constant}, {step.chunk}', True)}:", loads[0].span),
+            *(Line(f"    {t}") for t in prelude),
+            *(Line(f"    {line.text}", line.span) for line in inside),
         ]
 
     def _chunks(self, bounds: str, loads: bool) -> str:
@@ -445,35 +379,13 @@ class _Emitter:
         position = self.names.fresh(f"{name}_at") if e.kind in ("argmax", "argmin") else None
         return Accumulator(e, self.names.fresh(f"{name}_acc"), position, self.blocks.of(e.arg.axes))
 
-    def _comment(self, span: Span) -> list[_Line]:
+    def _comment(self, span: Span) -> list[Line]:
         """The source line, unless the statement before came from the same one."""
         text = cited(span)
         if text == self.said or not text:
             return []
         self.said = text
-        return [_Line(f"# {text}", span)]
-
-    def _shared_loads(self) -> dict[str, set[str]]:
-        """By in-place tensor: its loads, by name, of elements that other threads may overwrite."""
-        out: dict[str, set[str]] = {}
-        inout = {t.name for t in self.kernel.tensors if t.role == "inout"}
-        for s in self.kernel.body:
-            if isinstance(s, ir.Let) and isinstance(s.value, ir.Load) and s.value.tensor in inout:
-                lanes = prod(self.blocks.dims[k].size for k in self.blocks.of(s.value.axes))
-                # A block with fewer lanes than the program has threads is loaded by several of them.
-                if s.name in self.scheduled.barriers or lanes < self.scheduled.schedule.threads:
-                    out.setdefault(s.value.tensor, set()).add(s.name)
-        return out
-
-    def _barrier(self, s: ir.Stmt) -> list[_Line]:
-        """What has to stand before the first store to a tensor that other threads have loaded from."""
-        if isinstance(s, ir.Let) or s.tensor in self.stored:
-            return []
-        self.stored.add(s.tensor)
-        needed = s.tensor in self.shared_loads
-        return (
-            [_Line("tl.debug_barrier()  # every element is read before any is overwritten", s.span)] if needed else []
-        )
+        return [Line(f"# {text}", span)]
 
     # -- the file ------------------------------------------------------------------------------------------------
     def program(self) -> Program:
@@ -481,26 +393,18 @@ class _Emitter:
         code = "\n".join(line.text for line in body)
         called = helpers(code)
         entry = self.entry
-        runtime = [self._identifier(a) for a in self.args if a.kind != "tensor"]
+        runtime = [self.args.identifier(a) for a in self.args.all if a.kind != "tensor"]
         source = render(
             "triton/kernel.py.j2",
-            about=about(self.scheduled, self.arg_names.pointer),
+            about=about(self.scheduled, self.args.pointer),
             libdevice="libdevice" in words("\n".join((code, *called))),
             helpers=called,
             unspecialized=runtime,
             entry=entry,
-            parameters=[self._parameter(a) for a in self.args],
+            parameters=self.args.parameters(),
             body=[line.text for line in body],
         )
         total = source.count("\n")
         spans = (*(None for _ in range(total - len(body))), *(line.span for line in body))
         stage = Stage(self.kernel, self.variant, self.scheduled.sums) if self.scheduled.staged else None
-        return Program("triton", entry, source, self.args, self.scheduled.schedule, 0, spans, stage)
-
-    def _parameter(self, a: Arg) -> str:
-        name = self._identifier(a)
-        return name if a.kind == "tensor" else f"{name}: {TYPES[a.dtype.name]}"
-
-
-def _made(step: Loop) -> set[str]:
-    return {s.name for s in step.body if isinstance(s, ir.Let)}
+        return Program("triton", entry, source, self.args.all, self.scheduled.schedule, 0, spans, stage)

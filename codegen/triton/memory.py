@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kgen.codegen.again import Again
+from kgen.codegen.triton.arguments import Arguments
 from kgen.codegen.triton.blocks import Blocks, Value, align, power_of_two_factor
 from kgen.codegen.triton.index import Indices
 from kgen.codegen.triton.intrinsics import TYPES, lowest, stored
@@ -21,15 +22,6 @@ from kgen.dsl.affine import Poly
 from kgen.dsl.dtypes import DType
 
 _LINE = 106  # columns, beside the four of the function's indentation
-
-
-@dataclass(frozen=True)
-class ArgNames:
-    """The identifiers of the kernel's arguments. A stride that is 1 or not needed has no entry."""
-
-    pointer: dict[str, str]
-    stride: dict[tuple[str, int, int], str]
-    part: dict[tuple[str, int], str]
 
 
 @dataclass
@@ -51,7 +43,7 @@ class Memory:
         variant: Variant,
         blocks: Blocks,
         indices: Indices,
-        args: ArgNames,
+        args: Arguments,
         value: Callable[[ir.Expr], Value],
         masks: dict[str, str],
         fresh: Callable[[str], str],

@@ -1,8 +1,11 @@
-"""Python expression text with its binding strength, so that parentheses appear exactly where they are needed."""
+"""Python text: lines, and expressions with their binding strength, so that parentheses appear exactly where they are
+needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kgen.dsl.source import Span
 
 # Binding strengths of Python, weakest first.
 LAMBDA, COMPARE, BIT_OR, BIT_XOR, BIT_AND, SHIFT, SUM, PRODUCT, UNARY, ATOM = range(10)
@@ -12,6 +15,14 @@ _BINARY = {
     "|": BIT_OR, "^": BIT_XOR, "&": BIT_AND, "+": SUM, "-": SUM, "*": PRODUCT, "/": PRODUCT,
     "//": PRODUCT, "%": PRODUCT,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the module, and what it comes from in the source."""
+
+    text: str
+    span: Span | None = None
 
 
 @dataclass(frozen=True)

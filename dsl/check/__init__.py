@@ -17,12 +17,11 @@ from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, CONSTANTS, REDUCTIONS
 from kgen.dsl.check.backward import Backward, Misfit, assigned_names, fitted, match, misfit
-from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.schedules import Rule, Schedules, check_reached
 from kgen.dsl.check.scope import Choices, Scope, Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, example_sizes, signature_of
 from kgen.dsl.check.statements import Statements
-from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.diagnostics import Diagnostics, suggestion
 from kgen.dsl.dtypes import BF16, DTYPES, F32, F64, DType
 from kgen.dsl.garbage import collected_later
 from kgen.dsl.proofs import is_proved, prove_kernel

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.scope import Specialization
 from kgen.dsl.check.signature import ScalarParam, Signature, TensorParam, literal_value
-from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.diagnostics import Diagnostics, suggestion
 from kgen.dsl.dtypes import DTYPES, F32, F64, DType
 from kgen.dsl.source import Span
 

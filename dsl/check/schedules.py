@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.check.expressions import Stop, suggestion
+from kgen.dsl.check.operations import Stop
 from kgen.dsl.check.scope import Scope
 from kgen.dsl.check.signature import index_poly
-from kgen.dsl.diagnostics import Diagnostics
+from kgen.dsl.diagnostics import Diagnostics, suggestion
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.knobs import BACKENDS, CHUNK, KNOBS, WARP, WHOLE, Knob, power_of_two
 from kgen.dsl.proofs.prove import Facts

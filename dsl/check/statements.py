@@ -7,7 +7,8 @@ from typing import Any
 
 from kgen.dsl import ast, ir
 from kgen.dsl.affine import Poly
-from kgen.dsl.check.expressions import Expressions, Stop, as_index, cast, index_set
+from kgen.dsl.check.expressions import Expressions, index_set
+from kgen.dsl.check.operations import Stop, as_index, cast
 from kgen.dsl.check.scope import Scope
 from kgen.dsl.check.signature import TensorParam, index_poly, literal_value
 from kgen.dsl.dtypes import BOOL, F64

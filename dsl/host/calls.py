@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
 from kgen.dsl.builtins import CALLABLE_OPS, COMPOSITE_REDUCTIONS, REDUCTIONS
-from kgen.dsl.check.expressions import suggestion
+from kgen.dsl.diagnostics import suggestion
 from kgen.dsl.dtypes import DTYPES, VARIABLE_DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from kgen.dsl import ast
 from kgen.dsl.affine import Poly
-from kgen.dsl.check.expressions import suggestion
 from kgen.dsl.check.signature import literal_value
+from kgen.dsl.diagnostics import suggestion
 from kgen.dsl.dtypes import DTYPES
 from kgen.dsl.host import ast as host
 from kgen.dsl.host import ir
