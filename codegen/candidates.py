@@ -1,7 +1,7 @@
 """Which schedules of a kernel are worth measuring? Powers of two around the default one, the likely best first.
 
 Pure: nothing is compiled and nothing is timed. `candidates` gives schedules that the kernel allows; a model of what a
-program costs (`Estimate`) puts them in order and leaves out those that no device could run well, so that a search with
+program costs (`estimate`) puts them in order and leaves out those that no device could run well, so that a search with
 little time has tried what matters. The default schedule is always the first.
 """
 
@@ -16,7 +16,18 @@ from typing import Any
 
 from kgen.codegen import ladders
 from kgen.codegen.knobs import MOST_BLOCKS, Knobs
-from kgen.codegen.layout import At, accesses, ceil_power, held, layout, vector_axis, vector_limit
+from kgen.codegen.layout import (
+    At,
+    accesses,
+    ceil_power,
+    elements,
+    held,
+    layout,
+    tile_bytes,
+    vector_axis,
+    vector_limit,
+)
+from kgen.codegen.machines import architecture, programs_by_registers, thread_registers
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.pipeline import (
     CAPABILITY,
@@ -29,19 +40,18 @@ from kgen.codegen.pipeline import (
 )
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.schedule import Element, Loop, Schedule, Scheduled, ScheduleError, usual
+from kgen.codegen.values import packed_words, padded
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import tile_words
 from kgen.dsl import ir
 
 MOST = 32  # candidates of one kernel, the default among them
 
-_REGISTERS = 255  # a thread
 # Estimates of registers are this much too high where a schedule just fits.
 _SLACK = 1.15
 # Of the words that `ladders.TRITON_TILES` counts, the share that is not live with all others: 160 fit 128 registers.
 _TRITON_LIVE = 1.25
-_THREADS = 2048  # a multiprocessor
-_BLOCKS = 32  # programs that a multiprocessor holds
+_SM = architecture(CAPABILITY)  # whatever the device: an order is all that is asked for
 # Bytes that must be in flight for a multiprocessor to have its share of the bandwidth (`ladders.FLAT_SLOTS`).
 _IN_FLIGHT = 32 << 10
 # A pass over a row that was read before finds most of it in the L2 cache.
@@ -211,7 +221,7 @@ def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
             knobs = Knobs(threads=threads, rows=1, chunks=chunks, hold=1)
             yield knobs
             if threads < ladders.TRITON_HELD_ALONE:
-                yield replace(knobs, registers=ladders.REGISTER_FILE // ladders.TRITON_HELD_ALONE)
+                yield replace(knobs, registers=thread_registers(ladders.TRITON_HELD_ALONE))
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
         for knobs in _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default))):
             yield from _stages(knobs) if default.sums is not None else (knobs,)
@@ -249,7 +259,7 @@ def _blocks(default: Scheduled, knobs: Knobs) -> Iterator[Knobs]:
     if default.sums is not None:
         threads = knobs.threads or default.schedule.threads
         for blocks in (1, 2, 4, 8, 16):
-            if blocks <= MOST_BLOCKS and blocks * threads <= _THREADS:
+            if blocks <= MOST_BLOCKS and blocks * threads <= _SM.threads:
                 yield replace(knobs, blocks=blocks)
 
 
@@ -280,7 +290,7 @@ def estimate(s: Scheduled, backend: str) -> float | None:
         for a in accesses(one.kernel):
             if _streams(one, a.axes) and not a.once:
                 extents = _row_extents(one, row)
-                once[a.tensor.name, a.at] = a.tensor.dtype.itemsize * prod(n for x, n in extents.items() if x in a.axes)
+                once[a.tensor.name, a.at] = tile_bytes(a.tensor, a.axes, extents)
     return moved / max(sum(once.values()), 1)
 
 
@@ -288,11 +298,11 @@ def _launch(s: Scheduled, backend: str, row: Mapping[str, int]) -> float | None:
     """About how long one launch takes: bytes of a row, at the bandwidth that its programs use. None if it spills."""
     threads = s.schedule.threads
     together = s.sums.blocks if s.sums is not None and s.schedule.programs else 1
-    at_most = min(_REGISTERS, ladders.REGISTER_FILE // threads // (together if backend == "cuda" else 1))
+    at_most = thread_registers(threads, together if backend == "cuda" else 1)
     registers = _registers(s, backend)
     if registers > at_most * _SLACK:
         return None
-    programs = min(_THREADS // threads, _BLOCKS, max(1, int(ladders.REGISTER_FILE // (threads * registers))))
+    programs = min(_SM.threads // threads, _SM.programs, max(1, programs_by_registers(threads, registers)))
     if s.schedule.programs and s.sums is not None:
         programs = min(programs, together)
     moved, in_flight = _traffic(s, row)
@@ -315,7 +325,9 @@ def _streams(s: Scheduled, axes: frozenset[str]) -> bool:
 
 
 def _registers(s: Scheduled, backend: str) -> float:
-    """About how many registers a thread takes."""
+    """About how many registers a thread takes. What Triton's values take together, less what is not live with all
+    others: coarser than the estimates that default schedules rest on, which are for some kinds of schedule each, where
+    this has to rank any two."""
     if backend == "triton":
         return max(ladders.OTHER_REGISTERS, _triton_words(s) / s.schedule.threads / _TRITON_LIVE)
     lay = layout(s.kernel, s.variant, s.schedule)
@@ -326,7 +338,8 @@ def _registers(s: Scheduled, backend: str) -> float:
 
 def _triton_words(s: Scheduled) -> float:
     """32-bit words of all blocks of a program, as `ladders.TRITON_TILES` counts them."""
-    extents = {a: ceil_power(n) for a, n in held(s.kernel, s.schedule).items()}
+    extents = padded(s.kernel, s.schedule)
+    whole = {a.name: a.extent.constant for a in s.kernel.tiles}
     parallel = {a.name for a in s.kernel.parallel}
     total = 0.0
     for statement in s.kernel.body:
@@ -335,9 +348,8 @@ def _triton_words(s: Scheduled) -> float:
             continue
         rows = s.schedule.rows if axes & parallel and not isinstance(statement, ir.Accumulate) else 1
         if isinstance(value, ir.Load) and isinstance(statement, ir.Let) and statement.name in s.held:
-            row = prod(a.extent.constant for a in s.kernel.tiles if a.name in axes)
-            total += s.kernel.tensor(value.tensor).dtype.itemsize / 4 * row  # beside the chunk, as memory has it
-        total += tile_words(s.kernel, value) * rows * prod(n for a, n in extents.items() if a in axes)
+            total += packed_words(s.kernel, value) * elements(axes, whole)  # beside the chunk, as memory has it
+        total += tile_words(s.kernel, value) * rows * elements(axes, extents)
     return total
 
 
@@ -351,7 +363,7 @@ def _traffic(s: Scheduled, row: Mapping[str, int]) -> tuple[float, float]:
     part = held(kernel, s.schedule)
 
     def size(tensor: str, axes: frozenset[str], extents: Mapping[str, int]) -> float:
-        return kernel.tensor(tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in axes)
+        return tile_bytes(kernel.tensor(tensor), axes, extents)
 
     moved = in_flight = 0.0
     seen: set[str] = set()

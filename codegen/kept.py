@@ -17,6 +17,7 @@ from __future__ import annotations
 from math import prod
 
 from kgen.codegen import ladders
+from kgen.codegen.layout import tile_bytes
 from kgen.codegen.schedule import Sums
 from kgen.dsl import ir
 from kgen.dsl.affine import Poly
@@ -93,7 +94,7 @@ class _Kept:
 
     def _bytes(self, tensor: str, axes: frozenset[str]) -> int:
         """Bytes of what a row has of an access with these indices; nothing of what a flat kernel has one of a row."""
-        size = self.kernel.tensor(tensor).dtype.itemsize
+        t = self.kernel.tensor(tensor)
         if not self.kernel.tiles:
-            return size if axes & self.inner else 0
-        return size * prod(a.extent.constant for a in self.kernel.tiles if a.name in axes)
+            return t.dtype.itemsize if axes & self.inner else 0
+        return tile_bytes(t, axes, {a.name: a.extent.constant for a in self.kernel.tiles})

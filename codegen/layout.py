@@ -21,7 +21,7 @@ two aligned vectors, and shifted; so that these do not reach beyond it the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -144,6 +144,16 @@ def held(kernel: ir.Kernel, schedule: Schedule) -> dict[str, int]:
     return out
 
 
+def elements(axes: Set[str], extents: Mapping[str, int]) -> int:
+    """Elements of a value with these axes, for `extents` of the tile axes."""
+    return prod(n for a, n in extents.items() if a in axes)
+
+
+def tile_bytes(tensor: ir.Tensor, axes: Set[str], extents: Mapping[str, int]) -> int:
+    """Bytes in memory of what a load from, or a store to, `tensor` with these axes moves, as `elements`."""
+    return tensor.dtype.itemsize * elements(axes, extents)
+
+
 def digits(kernel: ir.Kernel, variant: Variant) -> dict[str, int]:
     """The digit of each tile axis: the vector axis has the fastest, then inner axes before outer ones."""
     together = [statement_axes(s) for s in kernel.body]
@@ -191,7 +201,7 @@ def vector_axis(kernel: ir.Kernel, variant: Variant) -> str | None:
     extents = {a.name: a.extent.constant for a in kernel.tiles}
     candidates = list(extents) or [a.name for a in kernel.parallel[-1:]]
     for access in accesses(kernel):
-        size = prod(e for a, e in extents.items() if a in access.axes) * access.tensor.dtype.itemsize
+        size = tile_bytes(access.tensor, access.axes, extents)
         for axis in candidates:
             if contiguous(access.tensor, access.at, axis, variant):
                 weights[axis] = weights.get(axis, 0) + size

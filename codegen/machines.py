@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 KIB, MIB, GB = 1 << 10, 1 << 20, 10**9
 WARP = 32
+# Registers of 32 bits: those of a multiprocessor of every architecture below, the most of a thread, and in how many a
+# thread's are allotted. CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability"; the unit is
+# that of a warp (`Architecture.register_unit`), for each of its threads.
+REGISTER_FILE = 64 * KIB
+MOST_REGISTERS = 255
+REGISTER_UNIT = 8
 # Compute capability of the oldest devices that code is generated for: the oldest that CUDA 12 and 13 both compile for.
 OLDEST = 75
 
@@ -40,8 +46,8 @@ class Architecture:
     f32: int
     f64: int
     special: int = 16
-    registers: int = 64 * KIB
-    register_unit: int = 256  # registers, allocated to a warp at a time
+    registers: int = REGISTER_FILE
+    register_unit: int = REGISTER_UNIT * WARP  # registers, allocated to a warp at a time
     partitions: int = 4  # each has its share of the registers and of the warps
 
 
@@ -66,6 +72,18 @@ def architecture(capability: int) -> Architecture:
     """The architecture of devices of compute capability `capability`, or the last before it that is known here."""
     older = [a for a in ARCHITECTURES.values() if int(a.name.removeprefix("sm_")) <= capability]
     return older[-1] if older else next(iter(ARCHITECTURES.values()))
+
+
+def thread_registers(threads: int, programs: int = 1) -> int:
+    """32-bit registers that a thread may have where `programs` of `threads` each are to run on a multiprocessor at a
+    time."""
+    return min(MOST_REGISTERS, REGISTER_FILE // (threads * programs))
+
+
+def programs_by_registers(threads: int, registers: float) -> int:
+    """For how many programs of `threads`, with about so many `registers` a thread, a multiprocessor has the registers;
+    0 where one does not fit. For estimates: of what a compiler says, `occupancy` counts warps and units too."""
+    return int(REGISTER_FILE // (threads * registers))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 ADDS = frozenset({"add", "sub"})
 MULS = frozenset({"mul"})
 DIVISIONS = frozenset({"div"})
+# One instruction each.
+CHEAP = frozenset((
+    "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not",
+    "where", "isnan",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,24 @@
-"""How many registers does a CUDA thread fill with tiles? An estimate for the chooser, by the rules of the emitter."""
+"""How many registers does a CUDA thread fill with tiles? An estimate by the rules of the emitter, which decides what
+lies where: for whoever chooses a schedule, and for the emitter where it asks what room is left.
+
+What is sharper at the ends of a step than here, `kgen.codegen.cuda.plan` settles when a step is emitted; that is too
+late to choose by.
+"""
 
 from __future__ import annotations
 
 from kgen.codegen import ladders
-from kgen.codegen.layout import Layout
+from kgen.codegen.layout import Layout, layout
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.operations import DIVISIONS
+from kgen.codegen.online import paired, steps_of
+from kgen.codegen.operations import CHEAP
 from kgen.codegen.phases import refs
-from kgen.codegen.schedule import Loop, Step, usual
+from kgen.codegen.schedule import Loop, Schedule, Step, usual
+from kgen.codegen.values import WORD, most_alive, quotients, value_words
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
-# Arithmetic that costs one instruction. Two of them are cheaper than a register held across a barrier.
-CHEAP = frozenset(
-    (
-        "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
-        "not", "where", "isnan",
-    )
-)  # fmt: skip
+# So much arithmetic is done again rather than its result held: a register across a barrier is dearer than two of CHEAP.
 RECOMPUTE_LIMIT = 2
 
 
@@ -25,7 +26,18 @@ def sum_registers(kernel: ir.Kernel, lay: Layout) -> int:
     """32-bit registers of the sums over programs that a thread holds from the first row to the last. Along an axis in
     chunks they are loaded beside each chunk."""
     added = (s for s in kernel.body if isinstance(s, ir.Accumulate))
-    return sum(lay.elements(statement_axes(s)) * max(1, s.value.dtype.bits // 32) for s in added)
+    return sum(lay.elements(statement_axes(s)) * value_words(s.value) for s in added)
+
+
+def other_registers(variant: Variant) -> int:
+    """32-bit registers that a thread has beside its tiles: twice as many where indices have 64 bits."""
+    return ladders.OTHER_REGISTERS * (2 if variant.wide else 1)
+
+
+def trial_registers(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> int:
+    """`tile_registers` of a schedule that is only tried, whose steps nobody has made yet."""
+    kernel = paired(kernel, schedule)
+    return tile_registers(kernel, variant, steps_of(kernel, schedule), layout(kernel, variant, schedule))
 
 
 def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
@@ -63,16 +75,7 @@ def tile_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...],
             for s in step.body:
                 if isinstance(s, ir.Let) and step.axis not in s.value.axes:
                     last[(s.name, i)] = max(last[(s.name, i)], at)
-    return carried + max(
-        (
-            max(
-                sum(size[k] for k in size if first[k] < point <= last[k]),
-                sum(size[k] for k in size if first[k] <= point < last[k]),
-            )
-            for point in range(at)
-        ),
-        default=0,
-    )
+    return carried + int(most_alive((first[k], last[k], size[k]) for k in size))
 
 
 def waiting_registers(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout) -> int:
@@ -86,14 +89,10 @@ def pass_registers(kernel: ir.Kernel) -> int:
     elements, and where elements of 16 bits are unpacked for a maximum and again for what is summed against it."""
     tiles = {a.name for a in kernel.tiles}
     loads = {s.name for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
-    narrow = any(t.dtype.itemsize < 4 for t in kernel.tensors if t.role == "inout")
-    for s in kernel.body:
-        if any(isinstance(e, ir.Op) and e.fn in DIVISIONS and e.axes & tiles for e in ir.walk(s.value)):
-            return ladders.PASS_REGISTERS
-        e = s.value
-        if narrow and isinstance(e, ir.Reduce) and e.kind == "max" and not refs(e.arg) <= loads:
-            return ladders.PASS_REGISTERS
-    return 0
+    narrow = any(t.dtype.itemsize < WORD for t in kernel.tensors if t.role == "inout")
+    maxima = (e for s in kernel.body if isinstance(e := s.value, ir.Reduce) and e.kind == "max")
+    unpacked = narrow and any(not refs(e.arg) <= loads for e in maxima)
+    return ladders.PASS_REGISTERS if unpacked or any(quotients(kernel.body, tiles)) else 0
 
 
 def _waiting(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout, carried: int) -> set[str]:
@@ -126,6 +125,7 @@ def _computed_again(steps: tuple[Step, ...]) -> set[str]:
 
 
 def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses: int) -> int:
+    """Registers of a thread for `s`, which is used so many times."""
     elements = lay.elements(s.value.axes)
     if isinstance(s.value, ir.Load):
         tensor = kernel.tensor(s.value.tensor)
@@ -134,7 +134,7 @@ def _registers(kernel: ir.Kernel, variant: Variant, s: ir.Let, lay: Layout, uses
         edge = sum(a.peel is not None for a in lay.axes if a.name in s.value.axes)
         if width == 1:  # each with an address and a mask of its own
             return elements * 3 // 2 + edge
-        return (-(-elements * size // 4) if width * size >= 4 else elements) + edge
+        return (-(-elements * size // WORD) if width * size >= WORD else elements) + edge
     if uses == 1 and not isinstance(s.value, ir.Reduce):
         return 0
-    return elements * max(1, s.value.dtype.bits // 32)
+    return elements * value_words(s.value)

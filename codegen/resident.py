@@ -1,26 +1,31 @@
 """How many programs of a sum over programs does a multiprocessor hold in Triton, and how much have they in flight?
 
 All programs of such a sum are started at once, each with a share of the rows. More than a multiprocessor holds would
-wait for the others and then run beside empty places, with partial sums of their own to store and to add up. What is
-held is estimated before there is machine code.
+wait for the others and then run beside empty places, with partial sums of their own to store and to add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import prod
 
 from kgen.codegen import ladders
 from kgen.codegen.again import loaded_again
-from kgen.codegen.layout import ceil_power, held, vector_limit
-from kgen.codegen.machines import ARCHITECTURES, Architecture
+from kgen.codegen.layout import elements, held, tile_bytes
+from kgen.codegen.machines import (
+    ARCHITECTURES,
+    MOST_REGISTERS,
+    REGISTER_FILE,
+    REGISTER_UNIT,
+    architecture,
+    programs_by_registers,
+)
 from kgen.codegen.normalize import statement_axes
-from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.phases import refs
 from kgen.codegen.schedule import Schedule
+from kgen.codegen.values import largest_block, most_alive, one_by_one, packed_words, padded, quotients, value_words
 from kgen.codegen.variant import Variant
-from kgen.codegen.words import largest_block, tight
+from kgen.codegen.words import tight
 from kgen.dsl import ir
 
 
@@ -29,8 +34,8 @@ def resident(kernel: ir.Kernel, variant: Variant, schedule: Schedule, capability
     for sm_90) holds at a time: as many as make `ladders.SUM_THREADS` threads, and whose registers and staged rows fit;
     1 at least."""
     most = ladders.SUM_THREADS // schedule.threads
-    registers = ladders.REGISTER_FILE // (schedule.threads * estimated_registers(kernel, variant, schedule))
-    machine = _architecture(capability)
+    registers = programs_by_registers(schedule.threads, estimated_registers(kernel, variant, schedule))
+    machine = architecture(capability)
     shared = machine.shared // (staged_bytes(kernel, schedule) + machine.reserved + ladders.TRITON_SCRATCH)
     return max(1, min(most, registers, shared))
 
@@ -59,7 +64,7 @@ def least_shared(capabilities: Iterable[int]) -> int:
     shared memory a program: what fits there fits all."""
     known = (int(name.removeprefix("sm_")) for name in ARCHITECTURES)
     some = list(capabilities) or [c for c in known if c >= ladders.TRITON_STAGES_SINCE]
-    return min(some, key=lambda c: (_architecture(c).program_shared, c))
+    return min(some, key=lambda c: (architecture(c).program_shared, c))
 
 
 def registers_told(schedule: Schedule, blocks: int) -> int:
@@ -68,8 +73,8 @@ def registers_told(schedule: Schedule, blocks: int) -> int:
     spill 8 bytes of RMSNorm in f32, of 2304 columns, than use more than 64, where 128 fit."""
     if schedule.stages == 1 or schedule.chunks:
         return 0
-    fit = ladders.REGISTER_FILE // (schedule.threads * blocks)
-    return min(ladders.MOST_REGISTERS, fit - fit % ladders.REGISTER_UNIT)
+    fit = REGISTER_FILE // (schedule.threads * blocks)
+    return min(MOST_REGISTERS, fit - fit % REGISTER_UNIT)
 
 
 def bytes_in_flight(kernel: ir.Kernel, schedule: Schedule, programs: int) -> int:
@@ -88,7 +93,7 @@ def staged_bytes(kernel: ir.Kernel, schedule: Schedule) -> int:
     a stage less than there are, in blocks padded to powers of two; what is loaded again (`kgen.codegen.again`), once
     more."""
     parallel = {a.name for a in kernel.parallel}
-    extents = {a: ceil_power(n) for a, n in held(kernel, schedule).items()}
+    extents = padded(kernel, schedule)
     body = loaded_again(kernel, kernel.body) if tight(kernel, schedule) else kernel.body
     block = sum(size * (schedule.rows if e.axes & parallel else 1) for e, size in _loads(kernel, body, extents))
     return (schedule.stages - 1) * block
@@ -103,68 +108,49 @@ def estimated_registers(kernel: ir.Kernel, variant: Variant, schedule: Schedule)
     Elements that are moved one by one have their addresses and masks beside them, and exact quotients registers of
     their own.
     """
-    extents = {a: ceil_power(n) for a, n in held(kernel, schedule).items()}
+    extents = padded(kernel, schedule)
     tiles, parallel = extents.keys(), {a.name for a in kernel.parallel}
     uses: dict[str, list[int]] = {}
     for at, s in enumerate(kernel.body):
         for name in refs(s.value):
             uses.setdefault(name, []).append(at)
 
-    def elements(axes: frozenset[str]) -> int:
-        rows = schedule.rows if axes & parallel else 1
-        return rows * prod(n for a, n in extents.items() if a in axes)
+    def size(axes: frozenset[str]) -> int:
+        return elements(axes, extents) * (schedule.rows if axes & parallel else 1)
 
     sums = sum(
-        elements(statement_axes(s) | parallel) * max(1, s.value.dtype.bits // 32)
+        size(statement_axes(s) | parallel) * value_words(s.value)
         for s in kernel.body
         if isinstance(s, ir.Accumulate) and statement_axes(s) & tiles
     ) * (2 if schedule.rows > 1 else 1)
-    live = [0.0] * (len(kernel.body) + 1)
+    spans: list[tuple[int, int, float]] = []
     for at, s in enumerate(kernel.body):
         if not isinstance(s, ir.Let) or not s.value.axes & tiles or s.name not in uses:
             continue
         first, last = uses[s.name][0], uses[s.name][-1]
-        size = elements(s.value.axes)
-        words = size * max(1, s.value.dtype.bits // 32)
+        count = size(s.value.axes)
         if isinstance(s.value, ir.Load):
-            packed = size * kernel.tensor(s.value.tensor).dtype.bits / 32
-            for point in range(first):
-                live[point] += packed
+            spans.append((0, first, count * packed_words(kernel, s.value)))
         elif isinstance(s.value, ir.Reduce) or len(uses[s.name]) > 1:
             first = at
         else:
             continue  # computed where it is used
-        for point in range(first, last):
-            live[point] += words
-    ops = (e for s in kernel.body for e in ir.walk(s.value) if isinstance(e, ir.Op) and e.fn in DIVISIONS)
-    quotients = ladders.TRITON_SUM_QUOTIENT * sum(elements(e.axes) for e in ops if e.axes & tiles)
-    staged = ladders.TRITON_STAGE_REGISTERS if schedule.stages > 1 else 0
-    addresses = ladders.TRITON_ADDRESS * schedule.rows * largest_block(kernel, extents) * _one_by_one(kernel, variant)
-    found = (
-        ladders.TRITON_OTHER_REGISTERS + staged + -(-int(sums + max(live) + quotients + addresses) // schedule.threads)
-    )
-    return min(ladders.MOST_REGISTERS + 1, found + -found % ladders.REGISTER_UNIT)
+        spans.append((first, last, count * value_words(s.value)))
+    divided = ladders.TRITON_SUM_QUOTIENT * sum(size(e.axes) for e in quotients(kernel.body, tiles))
+    addresses = ladders.TRITON_ADDRESS * schedule.rows * largest_block(kernel, extents) * one_by_one(kernel, variant)
+    tile = -(-int(sums + most_alive(spans) + divided + addresses) // schedule.threads)
+    found = ladders.TRITON_OTHER_REGISTERS + (ladders.TRITON_STAGE_REGISTERS if schedule.stages > 1 else 0) + tile
+    return min(MOST_REGISTERS + 1, found + -found % REGISTER_UNIT)
 
 
 def _most_stages(kernel: ir.Kernel, variant: Variant, schedule: Schedule, capability: int) -> int:
     """Up to how many stages a program's shared memory holds. Elements are not staged one by one: those of 2 bytes
     cannot be, and of those of 4 the addresses would take more registers."""
-    if _one_by_one(kernel, variant):
+    if one_by_one(kernel, variant):
         return 1
     a_stage = staged_bytes(kernel, replace(schedule, stages=2))
-    room = _architecture(capability).program_shared - ladders.TRITON_SCRATCH
+    room = architecture(capability).program_shared - ladders.TRITON_SCRATCH
     return max(1, min(ladders.TRITON_SUM_MOST_STAGES, 1 + room // max(1, a_stage)))
-
-
-def _one_by_one(kernel: ir.Kernel, variant: Variant) -> bool:
-    """Whether a row is moved an element at a time."""
-    return any(vector_limit(kernel, variant, a.name) == 1 for a in kernel.tiles)
-
-
-def _architecture(capability: int) -> Architecture:
-    """The architecture, or the newest that is known before it; of those before all, the oldest."""
-    known = {int(name.removeprefix("sm_")): a for name, a in ARCHITECTURES.items()}
-    return known[max((c for c in known if c <= capability), default=min(known))]
 
 
 def _loads(kernel: ir.Kernel, body: tuple[ir.Stmt, ...], extents: dict[str, int]) -> Iterator[tuple[ir.Load, int]]:
@@ -172,4 +158,4 @@ def _loads(kernel: ir.Kernel, body: tuple[ir.Stmt, ...], extents: dict[str, int]
     for s in body:
         e = s.value
         if isinstance(e, ir.Load) and e.axes & extents.keys():
-            yield e, kernel.tensor(e.tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in e.axes)
+            yield e, tile_bytes(kernel.tensor(e.tensor), e.axes, extents)

@@ -7,7 +7,7 @@ masks at ragged edges nor the sectors that memory moves at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -208,7 +208,3 @@ def _cost_of(what: str, fn: str) -> Instructions:
     if what == "division":
         return DIVISION
     return Instructions(0, 1) if what in ("add", "mul") else Instructions(0, 0)
-
-
-def _loads(body: Sequence[ir.Stmt]) -> list[tuple[str, ir.Load]]:
-    return [(s.name, s.value) for s in body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)]

@@ -1,19 +1,16 @@
 """How many 32-bit words of its rows does a Triton program hold, and do its warps have registers for them?
 
-Triton's compiler lays values out and spills what does not fit; these estimates, whose limits are in
-`kgen.codegen.ladders`, say beforehand what would. They count tiles, an element at a time.
+Triton's compiler lays values out and spills what does not fit; these estimates say beforehand what would. They count
+what an element of a row takes of all its tiles, whatever is alive when, against the words that a block of a certain
+size was seen to have room for (`ladders.TRITON_TILES`, `ladders.TRITON_SUM_TILES`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
-
 from kgen.codegen import ladders
-from kgen.codegen.layout import ceil_power, held, vector_limit
-from kgen.codegen.normalize import statement_axes
-from kgen.codegen.operations import DIVISIONS
+from kgen.codegen.machines import thread_registers
 from kgen.codegen.schedule import Schedule
+from kgen.codegen.values import WORD, largest_block, one_by_one, packed_words, padded, quotients, value_words
 from kgen.codegen.variant import Variant
 from kgen.dsl import ir
 
@@ -22,25 +19,17 @@ def row_words(kernel: ir.Kernel) -> int:
     """32-bit words of the values that a program has one of for each row."""
     tiles = {a.name for a in kernel.tiles}
     return sum(
-        max(1, s.value.dtype.bits // 32)
-        for s in kernel.body
-        if isinstance(s, ir.Let) and s.value.axes and not s.value.axes & tiles
+        value_words(s.value) for s in kernel.body if isinstance(s, ir.Let) and s.value.axes and not s.value.axes & tiles
     )
 
 
 def tile_words(kernel: ir.Kernel, value: ir.Expr) -> float:
-    """Words of an element of a tile, as `ladders.TRITON_TILES` counts them."""
+    """Words of an element of a tile, as `ladders.TRITON_TILES` counts them: a load as memory has it, half as much again
+    where it is masked in full words; of bools, which the compiler packs, four to a word."""
     if not isinstance(value, ir.Load):
-        return value.dtype.itemsize / 4
-    words = kernel.tensor(value.tensor).dtype.itemsize / 4
+        return value.dtype.itemsize / WORD
+    words = packed_words(kernel, value)
     return words * (1.5 if words >= 1 else 1)
-
-
-def largest_block(kernel: ir.Kernel, extents: Mapping[str, int]) -> int:
-    """Elements of the largest block of one row."""
-    return max(
-        (prod(e for a, e in extents.items() if a in axes) for axes in map(statement_axes, kernel.body)), default=1
-    )
 
 
 def warps_hold(kernel: ir.Kernel, block: int, address: float = 0.0) -> bool:
@@ -54,8 +43,7 @@ def small_threads_hold(kernel: ir.Kernel, block: int) -> bool:
     take registers too, and with those of quotients."""
     tiles, rows = {a.name for a in kernel.tiles}, {a.name for a in kernel.parallel}
     loads = [e for s in kernel.body if isinstance(e := s.value, ir.Load) and e.axes & tiles and e.axes & rows]
-    ops = (e for s in kernel.body for e in ir.walk(s.value) if isinstance(e, ir.Op) and e.axes & tiles)
-    words = _all_tiles(kernel) + ladders.TRITON_QUOTIENT * sum(e.fn in DIVISIONS for e in ops)
+    words = _all_tiles(kernel) + ladders.TRITON_QUOTIENT * sum(1 for _ in quotients(kernel.body, tiles))
     return len(loads) <= 1 and words * block <= ladders.TRITON_TILES * ladders.TRITON_LARGE
 
 
@@ -72,7 +60,7 @@ def _all_tiles(kernel: ir.Kernel, address: float = 0.0) -> float:
 def warps_hold_sums(kernel: ir.Kernel, variant: Variant, block: int) -> bool:
     """Whether a program of `ladders.TRITON_SUM_WARPS` warps that has its multiprocessor to itself holds rows of `block`
     elements and the sums beside them, all else made again (`kgen.codegen.again`)."""
-    vectors = all(vector_limit(kernel, variant, a.name) > 1 for a in kernel.tiles)
+    vectors = not one_by_one(kernel, variant)
     return vectors and sum_words(kernel) * block <= ladders.TRITON_SUM_TILES * ladders.TRITON_SUM_LARGE
 
 
@@ -83,9 +71,9 @@ def sum_words(kernel: ir.Kernel) -> float:
     total = 0.0
     for s in kernel.body:
         if isinstance(s, ir.Accumulate) and ir.target_symbols(s) & tiles:
-            total += s.value.dtype.itemsize / 4
+            total += value_words(s.value)
         elif isinstance(s.value, ir.Load) and s.value.axes & tiles and s.value.axes & parallel:
-            total += kernel.tensor(s.value.tensor).dtype.itemsize / 4
+            total += packed_words(kernel, s.value)
     return total
 
 
@@ -93,7 +81,5 @@ def tight(kernel: ir.Kernel, schedule: Schedule) -> bool:
     """Whether rows that a program of a sum holds whole, and the sums, take half of its registers or more."""
     if not kernel.tiles or schedule.chunks:
         return False
-    extents = {a: ceil_power(n) for a, n in held(kernel, schedule).items()}
-    block = largest_block(kernel, extents) * schedule.rows
-    registers = min(255, ladders.REGISTER_FILE // schedule.threads)
-    return 2 * sum_words(kernel) * block / schedule.threads >= registers
+    block = largest_block(kernel, padded(kernel, schedule)) * schedule.rows
+    return 2 * sum_words(kernel) * block / schedule.threads >= thread_registers(schedule.threads)

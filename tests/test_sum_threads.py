@@ -9,7 +9,7 @@ import sums_kit
 import torch
 from cuda_kit import Call, call, prepare
 
-from kgen.codegen import cuda, ladders
+from kgen.codegen import cuda, ladders, machines
 from kgen.codegen.layout import layout
 from kgen.codegen.pipeline import schedule_kernel
 from kgen.codegen.schedule import Schedule
@@ -88,7 +88,7 @@ def test_what_meets_twice_has_two_programs_on_a_multiprocessor(n: int, threads: 
     c = gradients(TWO, n)
     schedule, busy = chosen(c)
     assert (schedule.threads, schedule.rows) == (threads, 1) and busy >= ladders.SUM_BUSY
-    assert 2 * threads * registers(c) <= ladders.REGISTER_FILE
+    assert 2 * threads * registers(c) <= machines.REGISTER_FILE
     assert chosen(gradients(ONE, n))[0].threads >= threads
 
 
@@ -99,7 +99,7 @@ def test_what_meets_twice_has_few_ctas_of_a_cluster(n: int, threads: int, cluste
     c = gradients(TWO, n)
     schedule, _ = chosen(c)
     assert (schedule.threads, schedule.cluster, schedule.chunks) == (threads, cluster, ())
-    assert registers(c) <= ladders.MOST_REGISTERS
+    assert registers(c) <= machines.MOST_REGISTERS
 
 
 def test_half_of_1024_before_a_cluster() -> None:

@@ -8,11 +8,9 @@ room for the rows of all programs on the multiprocessor.
 
 from __future__ import annotations
 
-from math import prod
-
 from kgen.codegen import ladders
-from kgen.codegen.layout import Layout
-from kgen.codegen.machines import architecture
+from kgen.codegen.layout import Layout, tile_bytes
+from kgen.codegen.machines import architecture, programs_by_registers
 from kgen.codegen.registers import tile_registers
 from kgen.codegen.rows import own_loads
 from kgen.codegen.schedule import Choice, Loop, Scheduled, Step
@@ -54,12 +52,12 @@ def _fit(scheduled: Scheduled, steps: tuple[Step, ...], layout: Layout, rows: tu
     kernel, schedule = scheduled.kernel, scheduled.schedule
     arch = architecture(scheduled.capability)
     held = tile_registers(kernel, scheduled.variant, steps, layout)
-    most = arch.registers // schedule.threads  # as __launch_bounds__ says
+    # As __launch_bounds__ says. Those of less than 256 threads, which spill from 255 on, have their loads marked too.
+    most = arch.registers // schedule.threads
     if held + ladders.OTHER_REGISTERS + ladders.STAYING_REGISTERS > most:
         return False
     registers = min(held + ladders.FEWEST_REGISTERS, most)
-    programs = max(1, min(arch.threads, arch.registers // registers) // schedule.threads)
+    programs = max(1, min(arch.threads // schedule.threads, programs_by_registers(schedule.threads, registers)))
     tiles = {a.name: a.extent.constant for a in kernel.tiles}
-    elements = {e: prod(n for a, n in tiles.items() if a in e.axes) for e in rows}
-    row = schedule.rows * sum(n * kernel.tensor(e.tensor).dtype.itemsize for e, n in elements.items())
+    row = schedule.rows * sum(tile_bytes(kernel.tensor(e.tensor), e.axes, tiles) for e in rows)
     return programs * row <= arch.l1 - ladders.L1_SHARED

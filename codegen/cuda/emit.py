@@ -22,7 +22,7 @@ from kgen.codegen.cuda.prefetch import emit_prefetch, row_ahead
 from kgen.codegen.cuda.prelude import prelude
 from kgen.codegen.cuda.reduce import Accumulator, declare, finish
 from kgen.codegen.cuda.sums import emit_sums, sums_remark
-from kgen.codegen.ladders import REGISTER_FILE
+from kgen.codegen.machines import thread_registers
 from kgen.codegen.origins import file_name
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
@@ -271,7 +271,7 @@ class _Emitter:
         """Between two phases: large tiles stay as they were loaded. NVRTC would hold on to the elements that it has
         unpacked, which take more registers than a thread has."""
         ctx = self.ctx
-        room = min(REGISTER_FILE // ctx.schedule.threads, 255)
+        room = thread_registers(ctx.schedule.threads)
         for s in body:
             if not isinstance(s, ir.Let) or s.name not in todo.kept or s.name not in ctx.holders:
                 continue

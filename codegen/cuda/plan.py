@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kgen.codegen import ladders
+from kgen.codegen.operations import CHEAP
 from kgen.codegen.phases import refs
-from kgen.codegen.registers import CHEAP, RECOMPUTE_LIMIT
+from kgen.codegen.registers import RECOMPUTE_LIMIT
 from kgen.dsl import ir
 
 Space = frozenset[str]  # axes of the layout that a statement runs over; "" is the row index of a flat kernel

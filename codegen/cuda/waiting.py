@@ -19,9 +19,10 @@ from kgen.codegen.cuda.plan import Nest, Plan
 from kgen.codegen.cuda.prelude import Pack
 from kgen.codegen.cuda.text import CExpr, binary, compute_type, integer
 from kgen.codegen.layout import AxisLayout
+from kgen.codegen.machines import programs_by_registers, thread_registers
 from kgen.codegen.operations import DIVISIONS
 from kgen.codegen.phases import statement_axes
-from kgen.codegen.registers import tile_registers
+from kgen.codegen.registers import other_registers, tile_registers
 from kgen.dsl import ir
 
 
@@ -169,17 +170,16 @@ class Waiting:
 def _room(ctx: Context) -> int:
     """About how many 32-bit registers a thread has beside its tiles, of a sum over programs or of a program that has a
     multiprocessor to itself."""
-    used = tile_registers(ctx.kernel, ctx.variant, ctx.scheduled.steps, ctx.layout)
-    used += ladders.OTHER_REGISTERS * (2 if ctx.variant.wide else 1)
+    used = tile_registers(ctx.kernel, ctx.variant, ctx.scheduled.steps, ctx.layout) + other_registers(ctx.variant)
     blocks = 1 if ctx.scheduled.sums is None else ctx.scheduled.sums.blocks
-    return min(ladders.REGISTER_FILE // (ctx.schedule.threads * blocks), ladders.MOST_REGISTERS) - used
+    return thread_registers(ctx.schedule.threads, blocks) - used
 
 
 def _alone(ctx: Context, nest: Nest) -> bool:
     """Whether a program without sums has its multiprocessor to itself, as a thread holds that much of a row. Others
     would run while it waits, and more registers leave less room for them."""
     held = ctx.layout.elements(nest.space) + ladders.FEWEST_REGISTERS
-    return ctx.scheduled.sums is None and 2 * ctx.schedule.threads * held > ladders.REGISTER_FILE
+    return ctx.scheduled.sums is None and programs_by_registers(ctx.schedule.threads, held) < 2
 
 
 def _divides(nest: Nest) -> bool:

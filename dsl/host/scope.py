@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kgen.dsl import ast
 from kgen.dsl.affine import FloorDiv, Poly, Sym
 from kgen.dsl.check.scope import Choices
 from kgen.dsl.diagnostics import Diagnostics
@@ -322,8 +321,3 @@ def _grows(p: Poly, name: str) -> bool:
 def shape_text(shape: tuple[Poly, ...]) -> str:
     """A shape as it is written."""
     return "[" + ", ".join(map(str, shape)) + "]"
-
-
-def poly_names(e: ast.Expr) -> set[str]:
-    """The names in an integer expression."""
-    return {n.id for n in ast.walk(e) if isinstance(n, ast.Name)}
