@@ -15,6 +15,7 @@ from math import log2, prod
 from typing import Any
 
 from kgen.codegen import ladders
+from kgen.codegen.hold import REGISTERS as HELD_REGISTERS
 from kgen.codegen.knobs import MOST_BLOCKS, Knobs
 from kgen.codegen.layout import (
     At,
@@ -221,7 +222,7 @@ def _triton_tiles(default: Scheduled) -> Iterator[Knobs]:
             knobs = Knobs(threads=threads, rows=1, chunks=chunks, hold=1)
             yield knobs
             if threads < ladders.TRITON_HELD_ALONE:
-                yield replace(knobs, registers=thread_registers(ladders.TRITON_HELD_ALONE))
+                yield replace(knobs, registers=HELD_REGISTERS)
     for threads, rows in product(_around(s.threads, 32, 1024, 3), (1, 2, 4, 8, 16, 32)):
         for knobs in _blocks(default, Knobs(threads=threads, rows=rows, chunks=_whole(default))):
             yield from _stages(knobs) if default.sums is not None else (knobs,)

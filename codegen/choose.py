@@ -22,11 +22,19 @@ from kgen.codegen.layout import (
     held,
     layout,
     peel,
+    tile_bytes,
     vector_axis,
     vector_limit,
 )
+from kgen.codegen.machines import MOST_REGISTERS, programs_by_registers
 from kgen.codegen.online import paired, steps_of
-from kgen.codegen.registers import pass_registers, tile_registers, waiting_registers
+from kgen.codegen.registers import (
+    other_registers,
+    pass_registers,
+    tile_registers,
+    trial_registers,
+    waiting_registers,
+)
 from kgen.codegen.resident import resident, stages_held, sum_stages
 from kgen.codegen.rows import (
     beside,
@@ -42,8 +50,9 @@ from kgen.codegen.rows import (
 )
 from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
+from kgen.codegen.values import largest_block, padded
 from kgen.codegen.variant import Variant
-from kgen.codegen.words import largest_block, row_words, small_threads_hold, tight, warps_hold, warps_hold_sums
+from kgen.codegen.words import row_words, small_threads_hold, tight, warps_hold, warps_hold_sums
 from kgen.dsl import ir
 
 _CLUSTERS_SINCE = 90  # compute capability
@@ -148,9 +157,8 @@ def sum_blocks(
         most = min(most, ladders.SUM_CLUSTER_BLOCKS)
     if backend == "triton" or not kernel.tiles:
         return most
-    others = ladders.OTHER_REGISTERS * (2 if variant.wide else 1)
-    registers = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) + others
-    return max(1, min(most, ladders.REGISTER_FILE // (schedule.threads * registers)))
+    registers = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule)) + other_registers(variant)
+    return max(1, min(most, programs_by_registers(schedule.threads, registers)))
 
 
 def _flat_sum(kernel: ir.Kernel, variant: Variant, backend: str, sums: Sums) -> Schedule:
@@ -266,12 +274,14 @@ def _sum_row(kernel: ir.Kernel, variant: Variant, axis: str, vector: int) -> Sch
 
 
 def _room(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> int:
-    """For how many programs of sums a multiprocessor has the registers; 0 where a thread would spill."""
+    """For how many programs of sums a multiprocessor has the registers; 0 where a thread would spill. To choose threads
+    by, with all that a thread was seen to take; `sum_blocks` says how many there are of threads that are chosen, and
+    the compiler is told so."""
     kernel = paired(kernel, schedule)
     steps, lay = steps_of(kernel, schedule), layout(kernel, variant, schedule)
     tiles = tile_registers(kernel, variant, steps, lay) + waiting_registers(kernel, variant, steps, lay)
     registers = int(ladders.SUM_MORE_REGISTERS * tiles) + ladders.OTHER_REGISTERS
-    return ladders.REGISTER_FILE // (registers * schedule.threads) if registers <= ladders.MOST_REGISTERS else 0
+    return programs_by_registers(schedule.threads, registers) if registers <= MOST_REGISTERS else 0
 
 
 def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
@@ -337,7 +347,8 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
                 continue
             fitting = chunk
             looped = Schedule(threads, 1, vector, ordered(kernel, trial), "looped", peeled=peeled)
-            if slots <= ladders.LOOP_SLOTS[threads] or _tiles(kernel, variant, looped, more=True) <= room:
+            registers = trial_registers(kernel, variant, looped) + pass_registers(paired(kernel, looped))
+            if slots <= ladders.LOOP_SLOTS[threads] or registers <= room:
                 yield looped
         if fitting is not None:
             chunks[axis] = fitting
@@ -354,7 +365,7 @@ def _at_once(kernel: ir.Kernel, variant: Variant, vector: int) -> Schedule | Non
     if has_sums(kernel) or in_place(kernel) or not stores_rows(kernel) or not exponentials(kernel):
         return None
     at_once = Schedule(threads, 1, vector, ((axis.name, extent),), "looped")
-    return at_once if _tiles(kernel, variant, at_once) <= ladders.AT_ONCE_REGISTERS else None
+    return at_once if trial_registers(kernel, variant, at_once) <= ladders.AT_ONCE_REGISTERS else None
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------
@@ -366,14 +377,7 @@ def _fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
         held = ladders.SUM_CLUSTER_REGISTERS
     elif schedule.chunks and in_place(kernel):
         held = ladders.LOOP_REGISTERS_IN_PLACE
-    return _tiles(kernel, variant, schedule) <= held[schedule.threads]
-
-
-def _tiles(kernel: ir.Kernel, variant: Variant, schedule: Schedule, *, more: bool = False) -> int:
-    """Registers that a thread fills with tiles; `more`: with what passes over large chunks take beside them."""
-    kernel = paired(kernel, schedule)
-    tiles = tile_registers(kernel, variant, steps_of(kernel, schedule), layout(kernel, variant, schedule))
-    return tiles + (pass_registers(kernel) if more else 0)
+    return trial_registers(kernel, variant, schedule) <= held[schedule.threads]
 
 
 def refuse_oversize(
@@ -383,8 +387,8 @@ def refuse_oversize(
     if not kernel.tiles:
         return
     if backend == "triton":
-        extents = {a: ceil_power(e) for a, e in held(kernel, schedule).items()}
-        size, most, what = largest_block(kernel, extents) * schedule.rows, ladders.TRITON_LARGEST, "elements a program"
+        size = largest_block(kernel, padded(kernel, schedule)) * schedule.rows
+        most, what = ladders.TRITON_LARGEST, "elements a program"
     else:
         size = tile_registers(kernel, variant, steps, layout(kernel, variant, schedule))
         most, what = ladders.REGISTERS_LARGEST, "registers a thread"
@@ -413,7 +417,7 @@ def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int 
             return found
     # A block of sums, which are not packed, is held beside the row from the first row to the last.
     held_too = 3 if has_sums(kernel) else 1
-    whole = {a: ceil_power(e) for a, e in held(kernel, Schedule(32, 1)).items()}
+    whole = padded(kernel, Schedule(32, 1))
     chunks: dict[str, int] = {}
     once = held_too == 1 and read_once(kernel)
     for axis in sorted(whole, key=lambda a: -whole[a]):
@@ -471,8 +475,6 @@ def _chunk_stages(kernel: ir.Kernel, schedule: Schedule) -> int:
     if not chunks:
         return 1
     loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & chunks.keys()]
-    extents = {a: ceil_power(e) for a, e in held(kernel, schedule).items()}
-    ahead = sum(
-        kernel.tensor(e.tensor).dtype.itemsize * prod(n for a, n in extents.items() if a in e.axes) for e in loads
-    )
+    extents = padded(kernel, schedule)
+    ahead = sum(tile_bytes(kernel.tensor(e.tensor), e.axes, extents) for e in loads)
     return max(1, min(ladders.TRITON_STAGES, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))

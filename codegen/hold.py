@@ -4,6 +4,9 @@ A row that is too wide for one block may still fit the registers of a program as
 half of what its values take. A program of Triton then loads each chunk in the first pass that needs it and keeps it
 for the others (`Schedule.held`); what is computed of it is computed again. Weights, which all rows share, come from the
 caches in each pass. Its loops over chunks are unrolled, as registers cannot be indexed.
+
+Whether it fits is estimated here. What `kgen.codegen.words` asks of a row without chunks, whether all values of all its
+elements fit together, does not serve: the values of one chunk stand beside a row that stays packed.
 """
 
 from __future__ import annotations
@@ -12,41 +15,39 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kgen.codegen import ladders
-from kgen.codegen.layout import ceil_power, vector_limit
+from kgen.codegen.layout import ceil_power, tile_bytes
+from kgen.codegen.machines import thread_registers
 from kgen.codegen.online import paired, steps_of
+from kgen.codegen.operations import CHEAP
 from kgen.codegen.phases import refs
-from kgen.codegen.rows import met
+from kgen.codegen.rows import met, row_loads
 from kgen.codegen.schedule import Loop, Schedule, ScheduleError, Step
+from kgen.codegen.values import one_by_one, packed_words
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import tile_words
 from kgen.dsl import ir
 
-_WORD = 4  # bytes
-# What is computed of an element in a few instructions, with a register or two beside it.
-_LIGHT = frozenset((
-    "add", "sub", "mul", "neg", "abs", "maximum", "minimum", "where", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
-    "not", "exp", "exp2",
-))  # fmt: skip
+# Of a thread, with which a multiprocessor runs as many threads as a program that has it to itself: what the compiler is
+# told, and what `fits` is for.
+REGISTERS = thread_registers(ladders.TRITON_HELD_ALONE)
+# What is computed of an element in a few instructions, with a register or two beside it, as far as it was measured.
+_LIGHT = CHEAP - {"isnan"} | {"exp", "exp2"}
 # What is computed in many instructions.
 _FUNCTIONS = frozenset(("exp", "log", "log2", "log1p", "sin", "cos", "tanh", "erf", "pow"))
 
 
 def held_loads(kernel: ir.Kernel, steps: Iterable[Step]) -> frozenset[str]:
-    """The loads of `kernel`'s own rows, by name, that several passes over the same chunks make."""
-    rows = {a.name for a in kernel.parallel}
+    """The loads of `kernel`'s rows (`rows.row_loads`), by name, that several passes over the same chunks make."""
     seen: set[str] = set()
     again: set[str] = set()
     for step in steps:
+        if not isinstance(step, Loop):
+            continue
         made = {s.name for s in step.body if isinstance(s, ir.Let)}
-        for s in step.body:
-            e = s.value
-            if not isinstance(step, Loop) or not isinstance(e, ir.Load):
-                continue
-            # All chunks are loaded before any is used: their places must be known.
-            known = not any(refs(at) & made for at in e.at if isinstance(at, ir.Expr))
-            if known and step.axis in e.axes and rows <= e.axes:
-                assert isinstance(s, ir.Let)  # normal form
-                (again if s.name in seen else seen).add(s.name)
+        # All chunks are loaded before any is used: their places must be known.
+        known = {n for n, e in row_loads(kernel, step.body, {step.axis}).items() if not refs(e) & made}
+        again |= known & seen
+        seen |= known
     return frozenset(again)
 
 
@@ -64,9 +65,11 @@ def holding(kernel: ir.Kernel, variant: Variant) -> Schedule | None:
     chunks; None where it would not help or the registers would not suffice."""
     (axis,) = kernel.tiles
     reductions = met(kernel)
-    if _widest(kernel, axis) <= ladders.TRITON_HELD_BEYOND[reductions]:
+    own = row_loads(kernel, kernel.body, {axis.name})
+    widest = (tile_bytes(kernel.tensor(e.tensor), {axis.name}, {axis.name: axis.extent.constant}) for e in own.values())
+    if max(widest, default=0) <= ladders.TRITON_HELD_BEYOND[reductions]:
         return None  # a block holds it as well
-    for trial in _trials(kernel, variant, axis, reductions):
+    for trial in _trials(kernel, variant, axis, frozenset(own), reductions):
         try:
             again = held_loads(kernel, steps_of(paired(kernel, trial), trial))
             trial = replace(trial, held=True)
@@ -104,25 +107,14 @@ def _simple(steps: tuple[Step, ...], held: frozenset[str]) -> bool:
     return True
 
 
-def _widest(kernel: ir.Kernel, axis: ir.Axis) -> int:
-    """Bytes of the widest of a row's own tiles, along `axis`."""
-    sizes = (kernel.tensor(e.tensor).dtype.itemsize for e in _own_rows(kernel, axis).values())
-    return axis.extent.constant * max(sizes, default=0)
-
-
-def _own_rows(kernel: ir.Kernel, axis: ir.Axis) -> dict[str, ir.Load]:
-    """The loads along `axis` that have every row index, by name."""
-    rows = {a.name for a in kernel.parallel}
-    loads = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
-    return {n: e for n, e in loads.items() if axis.name in e.axes and rows <= e.axes}
-
-
-def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis, reductions: int) -> Iterator[Schedule]:
-    """What to try, in order of preference: few threads, so that they wait little for each other, then large chunks."""
-    own = _own_rows(kernel, axis)
-    aligned = vector_limit(kernel, variant, axis.name) > 1
+def _trials(
+    kernel: ir.Kernel, variant: Variant, axis: ir.Axis, own: frozenset[str], reductions: int
+) -> Iterator[Schedule]:
+    """What to try, in order of preference: few threads, so that they wait little for each other, then large chunks.
+    `own`: the loads of a row."""
+    aligned = not one_by_one(kernel, variant)
     n = axis.extent.constant
-    words = int(n * (_words(kernel, frozenset(own)) if aligned else len(own)))
+    words = int(n * (_words(kernel, own) if aligned else len(own)))
     most = ladders.TRITON_HELD_ALONE // 2
     if reductions > 1 and words <= most // 2 * ladders.TRITON_HELD_ROW_MOST:
         most //= 2
@@ -130,7 +122,7 @@ def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis, reductions: int)
     while threads <= ladders.TRITON_HELD_ALONE:
         # For softmax of 33000 columns the compiler would use 105 without need, and a multiprocessor run one program.
         alone = threads == ladders.TRITON_HELD_ALONE
-        told = 0 if alone else ladders.REGISTER_FILE // ladders.TRITON_HELD_ALONE
+        told = 0 if alone else REGISTERS
         sizes = [threads * each for each in (ladders.TRITON_HELD_EACH if aligned else ladders.TRITON_HELD_EACH[::-1])]
         several = [c for c in sizes if n > (ladders.TRITON_HELD_CHUNKS - 1) * c]
         for chunk in several or [c for c in sizes if n > c]:
@@ -139,23 +131,22 @@ def _trials(kernel: ir.Kernel, variant: Variant, axis: ir.Axis, reductions: int)
 
 
 def fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule, steps: tuple[Step, ...]) -> bool:
-    """Whether the 64 registers a thread with which a multiprocessor runs 1024 threads hold the row of `schedule`, and
-    what its `steps` need beside, by estimate."""
+    """Whether `REGISTERS` a thread hold the row of `schedule`, and what its `steps` need beside, by estimate."""
     (axis,) = kernel.tiles
     chunk = schedule.chunk(axis.name)
     assert chunk is not None  # a row is held in chunks
     each, n = chunk // schedule.threads, axis.extent.constant
     names = held_loads(kernel, steps)
-    if vector_limit(kernel, variant, axis.name) == 1:
+    if one_by_one(kernel, variant):
         # What is loaded element by element has a register each; those of the last chunk that no thread has take none.
-        beside = max(_beside(kernel, step, names) for step in steps if isinstance(step, Loop))
+        beside = max(_each_by_itself(kernel, step, names) for step in steps if isinstance(step, Loop))
         return len(names) * -(-n // schedule.threads) + beside * each <= ladders.TRITON_HELD_ELEMENTS
     row = _words(kernel, names) * -(-n // (schedule.threads * each)) * each
-    beside = _each(kernel, steps, names, ragged=n % chunk > 0) * each + _once(kernel, steps)
+    beside = _each_of_vectors(kernel, steps, names, ragged=n % chunk > 0) * each + _once(kernel, steps)
     return row <= ladders.TRITON_HELD_MOST and row + beside <= ladders.TRITON_HELD_WORDS[schedule.threads]
 
 
-def _each(kernel: ir.Kernel, steps: tuple[Step, ...], names: frozenset[str], *, ragged: bool) -> float:
+def _each_of_vectors(kernel: ir.Kernel, steps: tuple[Step, ...], names: frozenset[str], *, ragged: bool) -> float:
     """Registers for an element of a chunk beside the row: for what is loaded or computed of it, whichever is more, for
     each row that is unpacked beside the first, and for the masks of what is computed."""
     lets = [s for step in steps if isinstance(step, Loop) for s in step.body if isinstance(s, ir.Let)]
@@ -184,9 +175,10 @@ def _once(kernel: ir.Kernel, steps: tuple[Step, ...]) -> float:
     return ladders.TRITON_HELD_REDUCTION * (reductions - 1) + (ladders.TRITON_HELD_FUNCTION if functions else 0)
 
 
-def _beside(kernel: ir.Kernel, step: Loop, names: frozenset[str]) -> float:
-    """Words for each element of a chunk in a pass, beside the row: its values, what it loads, partial results and what
-    is computed for them."""
+def _each_by_itself(kernel: ir.Kernel, step: Loop, names: frozenset[str]) -> float:
+    """Registers for an element of a chunk in the pass `step`, beside the row, where it is loaded by itself: of all its
+    values, what it loads with an address each, partial results and what is computed for them. Not all of them count
+    for vectors (`_each_of_vectors`), for which the limits are others."""
     words = 0.0
     for s in step.body:
         if isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce):
@@ -201,4 +193,4 @@ def _beside(kernel: ir.Kernel, step: Loop, names: frozenset[str]) -> float:
 def _words(kernel: ir.Kernel, names: frozenset[str]) -> float:
     """32-bit words of the loads `names` for each element of a tile, as memory has them."""
     loads = (s.value for s in kernel.body if isinstance(s, ir.Let) and s.name in names)
-    return sum(kernel.tensor(e.tensor).dtype.itemsize / _WORD for e in loads if isinstance(e, ir.Load))
+    return sum(packed_words(kernel, e) for e in loads if isinstance(e, ir.Load))

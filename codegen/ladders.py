@@ -153,9 +153,7 @@ ROW_AHEAD = Ladder(((32 << 10, 1), (INF, 0)))
 # How many rows ahead a persistent program asks for what it will read. Of the backward of RMSNorm, 16384x4096 takes 1.24
 # without, 1.10 with one row and 1.17 with two; 8192x8192 1.35, 1.18 and 1.21; 16384x1024 1.47, 1.39 and 1.48.
 SUM_AHEAD = 1
-# 32-bit registers of a multiprocessor, and about how many a thread needs beside its tiles.
-REGISTER_FILE = 64 << 10
-MOST_REGISTERS = 255  # of a thread
+# About how many 32-bit registers a thread needs beside its tiles.
 OTHER_REGISTERS = 28
 # Rows of sums have more, the more their tiles fill: the backward of LayerNorm has 124 registers of 5120 columns on 256
 # threads, of which 86 are for tiles. It reduces a row twice, and takes 1.43 times as long on 512 threads, of which a
@@ -260,16 +258,15 @@ TRITON_SUM_SHORT_ROWS = 1 << 10
 # Warps of rows with sums, by elements of the block. Those that hold rows whole with 32 elements a thread or more have
 # no registers left for a second program.
 TRITON_SUM_ROW_WARPS = Ladder(((1 << 10, 4), (4 << 10, 8), (INF, 16)))
-# Registers of a thread beside what it has of its row and its sums, those more where rows are staged, and the unit in
-# which they are allotted. For sm_90 the backwards of norms take, with 8 elements a thread, 56 and 57 (RMSNorm bf16;
-# estimated 56), 64 and 72 staged (LayerNorm; 64, 72), 64 (after a residual; 64); with 16, 93 and 88 staged (RMSNorm
-# 4096; 88, 96), 111 and 108 (LayerNorm; 104, 112), 97 and 92 (after a residual; 96, 104).
+# Registers of a thread beside what it has of its row and its sums, and those more where rows are staged. For sm_90 the
+# backwards of norms take, with 8 elements a thread, 56 and 57 (RMSNorm bf16; estimated 56), 64 and 72 staged
+# (LayerNorm; 64, 72), 64 (after a residual; 64); with 16, 93 and 88 staged (RMSNorm 4096; 88, 96), 111 and 108
+# (LayerNorm; 104, 112), 97 and 92 (after a residual; 96, 104).
 TRITON_OTHER_REGISTERS = 24
 TRITON_STAGE_REGISTERS = 8
 # Those for the exact quotient of an element, as all that a thread has are computed side by side: of 16 elements of two
 # tensors in bf16 a thread takes 53 with `d * (1 + x * x)` reduced, 76 with `d / (1 + x * x)`, and with one more 108.
 TRITON_SUM_QUOTIENT = 1.0
-REGISTER_UNIT = 8
 # Bytes of rows that a multiprocessor is to have in flight, where one copies with 29 KB: programs meet at each row, and
 # the loads of none of them are under way all the time. As a share of the speed of a copy, backwards of norms that
 # started as many programs as fit, or twice as many, ran at 0.69 with 24 KB (RMSNorm 3072), 0.75 with 40, 0.81 with 48,

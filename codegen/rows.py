@@ -6,9 +6,8 @@ Facts of a kernel in normal form, which the choice of a schedule rests on whatev
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from math import prod
 
-from kgen.codegen.layout import accesses, held
+from kgen.codegen.layout import accesses, elements, held, tile_bytes
 from kgen.codegen.normalize import statement_axes
 from kgen.codegen.online import pair
 from kgen.codegen.phases import phases
@@ -33,13 +32,20 @@ def met(kernel: ir.Kernel) -> int:
     return sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
 
 
-def own_loads(kernel: ir.Kernel, body: Iterable[ir.Stmt], along: Set[str]) -> dict[str, ir.Load]:
-    """The loads of `body` along some of the tile indices `along` with every row index, by name: most often of what no
-    two rows share."""
+def row_loads(kernel: ir.Kernel, body: Iterable[ir.Stmt], along: Set[str]) -> dict[str, ir.Load]:
+    """The loads of `body` along some of the tile indices `along` that depend on every row index, by name, those too
+    that look up where their row is: what a program has a tile of for each row, wherever in memory it lies."""
     rows = {a.name for a in kernel.parallel}
     loads = {s.name: s.value for s in body if isinstance(s, ir.Let) and isinstance(s.value, ir.Load)}
-    symbols = {n: ir.subscript_symbols(e.at) for n, e in loads.items()}
-    return {n: e for n, e in loads.items() if rows <= symbols[n] and symbols[n] & along}
+    return {n: e for n, e in loads.items() if rows <= e.axes and e.axes & along}
+
+
+def own_loads(kernel: ir.Kernel, body: Iterable[ir.Stmt], along: Set[str]) -> dict[str, ir.Load]:
+    """Those of `row_loads` whose subscripts alone say so: most often of what no two rows share. A row that is looked up
+    may be that of many programs, for whom the caches are to do what they do; it is a program's to hold nevertheless."""
+    rows = {a.name for a in kernel.parallel}
+    symbols = {n: (e, ir.subscript_symbols(e.at)) for n, e in row_loads(kernel, body, along).items()}
+    return {n: e for n, (e, named) in symbols.items() if rows <= named and named & along}
 
 
 def stores_rows(kernel: ir.Kernel) -> int:
@@ -67,11 +73,7 @@ def ordered(kernel: ir.Kernel, chunks: dict[str, int]) -> tuple[tuple[str, int],
 def beside(kernel: ir.Kernel, axis: str, extents: dict[str, int]) -> int:
     """The most elements that stand beside one element of `axis` in a statement."""
     return max(
-        (
-            prod(e for a, e in extents.items() if a in axes and a != axis)
-            for axes in map(statement_axes, kernel.body)
-            if axis in axes
-        ),
+        (elements(axes - {axis}, extents) for axes in map(statement_axes, kernel.body) if axis in axes),
         default=1,
     )
 
@@ -94,6 +96,6 @@ def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:
     """Bytes of the tensor that has most in one row: of all its distinct accesses, for `extents` of the tile axes."""
     found: dict[str, dict[object, int]] = {}
     for access in accesses(kernel):
-        size = prod(e for a, e in extents.items() if a in access.axes) * access.tensor.dtype.itemsize
+        size = tile_bytes(access.tensor, access.axes, extents)
         found.setdefault(access.tensor.name, {})[str(access.at)] = size
     return max((sum(sizes.values()) for sizes in found.values()), default=0)
