@@ -96,8 +96,9 @@ def pass_registers(kernel: ir.Kernel) -> int:
 
 
 def _waiting(kernel: ir.Kernel, variant: Variant, steps: tuple[Step, ...], lay: Layout, carried: int) -> set[str]:
-    """Loads of what is the same in all rows, which are made slot by slot where registers are short (see
-    `kgen.codegen.cuda.plan`)."""
+    """Loads of what is the same in all rows, which are made slot by slot where registers are short, as far as can be
+    told before `kgen.codegen.cuda.plan` decides it. That compares raw tiles alone with the same limit; here those that
+    come an element at a time have their addresses beside them, and rows that are almost too large count as such."""
     parallel = {a.name for a in kernel.parallel}
     out = set[str]()
     for step in usual(steps):

@@ -68,9 +68,8 @@ def most_alive(spans: Iterable[tuple[int, int, float]]) -> float:
     that of the last one that uses it, and how much it is: the last use makes room for what is made there."""
     changes: dict[int, float] = {}
     for first, last, size in spans:
-        if first < last:
-            changes[first] = changes.get(first, 0) + size
-            changes[last] = changes.get(last, 0) - size
+        changes[first] = changes.get(first, 0) + size
+        changes[last] = changes.get(last, 0) - size
     most = now = 0.0
     for at in sorted(changes):
         now += changes[at]
