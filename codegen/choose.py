@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from kgen.codegen import ladders
-from kgen.codegen.hold import holding
+from kgen.codegen.choose_triton import triton_flat, triton_row
 from kgen.codegen.knobs import Knobs, turned
 from kgen.codegen.layout import (
     Peel,
@@ -22,7 +22,6 @@ from kgen.codegen.layout import (
     held,
     layout,
     peel,
-    tile_bytes,
     vector_axis,
     vector_limit,
 )
@@ -35,16 +34,18 @@ from kgen.codegen.registers import (
     trial_registers,
     waiting_registers,
 )
-from kgen.codegen.resident import resident, stages_held, sum_stages
+from kgen.codegen.resident import resident, stages_held
 from kgen.codegen.rows import (
     beside,
     exponentials,
     in_place,
     legal,
+    loaded_row_bytes,
     met,
+    narrow_rows,
     ordered,
-    read_once,
     row_bytes,
+    stores_exponentials,
     stores_rows,
     whole_row_bytes,
 )
@@ -52,7 +53,7 @@ from kgen.codegen.schedule import Schedule, ScheduleError, Step, Sums
 from kgen.codegen.sums import has_sums
 from kgen.codegen.values import largest_block, padded
 from kgen.codegen.variant import Variant
-from kgen.codegen.words import row_words, small_threads_hold, tight, warps_hold, warps_hold_sums
+from kgen.codegen.words import tight
 from kgen.dsl import ir
 
 _CLUSTERS_SINCE = 90  # compute capability
@@ -115,7 +116,7 @@ def _default(
     if sums is not None and not kernel.tiles:
         return _flat_sum(kernel, variant, backend, sums)
     if backend == "triton":
-        schedule = _triton_row(kernel, variant, capability, hold) if kernel.tiles else _triton_flat(leaves)
+        schedule = triton_row(kernel, variant, capability, hold) if kernel.tiles else triton_flat(leaves)
     else:
         schedule = (
             _cuda_row(kernel, variant, num_sms, capability, wish)
@@ -224,13 +225,20 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
         row = _sum_row(kernel, variant, axis, vector)
         if row is not None:
             return row
-    ladder = ladders.SUM_ROW_THREADS if sums else ladders.ROW_THREADS
-    threads = ladder[whole_row_bytes(kernel)]
+    # In place, and where exponentials would be held that are wider than the row, passes over chunks are better than a
+    # row that has its multiprocessor to itself: two programs run at a time, and a row is read again from the caches.
+    passes = in_place(kernel) or (exponentials(kernel) and narrow_rows(kernel))
+    if sums:
+        threads = ladders.SUM_ROW_THREADS[whole_row_bytes(kernel)]
+    elif passes and whole_row_bytes(kernel) > ladders.ROW_WHOLE_BEFORE_PASSES:
+        threads = 1024
+    else:
+        threads = ladders.ROW_THREADS[loaded_row_bytes(kernel)]
+        if exponentials(kernel):
+            threads = min(threads, ladders.ROW_EXPONENTIAL_THREADS)
     while True:
         schedule = _packed(kernel, variant, Schedule(threads, 1, vector, name="row", peeled=peeled))
-        # A whole row on 1024 threads has its multiprocessor to itself. In place, and where exponentials are held beside
-        # it, passes over chunks are better: two programs run at a time, and a row is read again from the caches.
-        if schedule.threads == 1024 and schedule.rows == 1 and (in_place(kernel) or exponentials(kernel)):
+        if schedule.threads == 1024 and schedule.rows == 1 and passes:
             break
         if _fits(kernel, variant, schedule):
             return schedule
@@ -240,7 +248,7 @@ def _cuda_threads(kernel: ir.Kernel, variant: Variant, capability: int, wish: in
     if capability >= _CLUSTERS_SINCE and (sums or _clusters_pay(kernel)):
         several = vectors and met(kernel) > 1
         for spread in _clusters(kernel, vector, peeled, several):
-            if _fits(kernel, variant, spread) or (several and _room(kernel, variant, spread)):
+            if _cluster_fits(kernel, variant, spread) or (several and _room(kernel, variant, spread)):
                 return spread
     at_once = None if peeled or capability < ladders.POLICIES_SINCE else _at_once(kernel, variant, vector)
     if at_once is not None:
@@ -288,14 +296,14 @@ def _ahead(kernel: ir.Kernel, schedule: Schedule, num_sms: int) -> Schedule:
     """With the distance over which rows are asked for ahead of their use."""
     if has_sums(kernel):
         return replace(schedule, ahead=ladders.SUM_AHEAD)
-    far = num_sms * ladders.ROW_AHEAD[whole_row_bytes(kernel)]
+    far = num_sms * ladders.ROW_AHEAD[loaded_row_bytes(kernel)]
     return replace(schedule, ahead=-(-far // schedule.cluster) if schedule.rows == 1 else 0)
 
 
 def _clusters(kernel: ir.Kernel, vector: int, peeled: bool, several: bool) -> Iterator[Schedule]:
     """Clusters that may hold a row, in order of preference: of few CTAs first where they meet `several` times."""
     if not has_sums(kernel):
-        ways = [(1024, 2), (1024, 4), (1024, 8)]
+        ways = [(1024 if met(kernel) == 1 else ladders.CLUSTER_THREADS, cluster) for cluster in (2, 4, 8)]
     elif several:
         ways = [(threads, cluster) for cluster in (2, 4, 8) for threads in (512, 256, 1024)]
     else:
@@ -306,13 +314,26 @@ def _clusters(kernel: ir.Kernel, vector: int, peeled: bool, several: bool) -> It
 
 def _clusters_pay(kernel: ir.Kernel) -> bool:
     """Whether a row without sums over programs that does not fit a CTA is better held by a cluster than taken in
-    chunks: where its CTAs meet once."""
-    wide = whole_row_bytes(kernel) > ladders.CLUSTER_BYTES
-    return wide and met(kernel) == 1 and not in_place(kernel)
+    chunks."""
+    if whole_row_bytes(kernel) <= ladders.CLUSTER_BYTES or in_place(kernel):
+        return False
+    if met(kernel) == 1:
+        return True
+    return stores_rows(kernel) > 0 and not (stores_exponentials(kernel) and narrow_rows(kernel))
+
+
+def _cluster_fits(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> bool:
+    """Whether the CTAs of a cluster hold a row, and a multiprocessor two of them where they meet several times."""
+    if has_sums(kernel) or met(kernel) == 1:
+        return _fits(kernel, variant, schedule)
+    words = -(-loaded_row_bytes(kernel) // (4 * schedule.team))
+    return (
+        words <= ladders.CLUSTER_ROW_WORDS and trial_registers(kernel, variant, schedule) <= ladders.CLUSTER_REGISTERS
+    )
 
 
 def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule:
-    """No more threads a row than it can use, and several rows where that leaves less than `SHORT_ROW_THREADS`."""
+    """No more threads a row than it can use, and several short rows."""
     extents = held(kernel, schedule)
     lay = layout(kernel, variant, schedule)
     used = prod(
@@ -322,7 +343,11 @@ def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule
     # The elements around the whole vectors of a peeled row have a thread each.
     used = max([used, *(ceil_power(a.peel.edge) for a in lay.axes if a.peel is not None)])
     a_row = min(schedule.threads, used)
-    rows = max(1, ladders.SHORT_ROW_THREADS // a_row)
+    if has_sums(kernel):
+        rows = max(1, ladders.SUM_SHORT_ROW_THREADS // a_row)
+    else:
+        fewest = floor_power(ladders.SHORT_ROW_BYTES // max(1, min(loaded_row_bytes(kernel), ladders.SHORT_ROW_BYTES)))
+        rows = max(1, ladders.SHORT_ROW_THREADS // a_row, min(fewest, ladders.SHORT_ROW_MOST // a_row))
     return replace(schedule, threads=a_row * rows, rows=rows)
 
 
@@ -358,9 +383,10 @@ def _at_once(kernel: ir.Kernel, variant: Variant, vector: int) -> Schedule | Non
     """A schedule by which every pass has all of a row at once, and loads it anew: where what is made of the row is
     stored beside it, and a multiprocessor has room for two programs. The loads of the first pass see to it that L1 has
     the row for the others (`kgen.codegen.cuda.caching`)."""
-    threads, axis = ladders.LOOP_THREADS[whole_row_bytes(kernel)], kernel.tiles[0]
+    threads, axis = ladders.AT_ONCE_THREADS, kernel.tiles[0]
     extent = axis.extent.constant
-    if len(kernel.tiles) > 1 or threads < 1024 or extent % (threads * vector) == 0:
+    few = whole_row_bytes(kernel) <= ladders.AT_ONCE_BEYOND
+    if len(kernel.tiles) > 1 or few or extent % (threads * vector) == 0:
         return None
     if has_sums(kernel) or in_place(kernel) or not stores_rows(kernel) or not exponentials(kernel):
         return None
@@ -397,84 +423,3 @@ def refuse_oversize(
             f"{kernel.name}: its tiles need {size} {what} on {backend}, more than {most}; "
             f"spread one of {', '.join(a.name for a in kernel.tiles)} over programs, or reduce fewer together"
         )
-
-
-# ---- Triton --------------------------------------------------------------------------------------------------------
-
-
-def _triton_flat(leaves: bool) -> Schedule:
-    threads = 32 * ladders.TRITON_FLAT_WARPS
-    if leaves:
-        # As many elements a thread as on CUDA, of 2 bytes.
-        return Schedule(threads, threads * 8 * ladders.LEAVING_SLOTS, name="flat")
-    return Schedule(threads, ladders.TRITON_FLAT_ROWS, name="flat")
-
-
-def _triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int | None) -> Schedule:
-    if hold != 0 and len(kernel.tiles) == 1 and not has_sums(kernel) and not in_place(kernel):
-        found = holding(kernel, variant)
-        if found is not None:
-            return found
-    # A block of sums, which are not packed, is held beside the row from the first row to the last.
-    held_too = 3 if has_sums(kernel) else 1
-    whole = padded(kernel, Schedule(32, 1))
-    chunks: dict[str, int] = {}
-    once = held_too == 1 and read_once(kernel)
-    for axis in sorted(whole, key=lambda a: -whole[a]):
-        block = largest_block(kernel, {**whole, **chunks})
-        limit = ladders.TRITON_WHOLE if held_too == 1 else ladders.TRITON_SUM_WHOLE
-        if once:
-            limit = min(limit, ladders.TRITON_ONCE)
-        if block * held_too <= limit and warps_hold(kernel, block):
-            break
-        if held_too > 1 and not chunks and warps_hold_sums(kernel, variant, block):
-            return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
-        most = ladders.TRITON_CHUNK if held_too == 1 else ladders.TRITON_SUM_CHUNK
-        if in_place(kernel) and held_too == 1:
-            most = ladders.TRITON_CHUNK_IN_PLACE[kernel.axis(axis).extent.constant]
-        if once:
-            most = min(most, ladders.TRITON_ONCE_CHUNK)
-        if most > ladders.TRITON_CHUNK and not small_threads_hold(kernel, most):
-            most = ladders.TRITON_CHUNK
-        address = ladders.TRITON_ADDRESS if vector_limit(kernel, variant, axis) == 1 else 0.0
-        while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
-            most //= 2
-        chunk = max(1, most // ceil_power(beside(kernel, axis, {**whole, **chunks})))
-        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
-            chunks[axis] = chunk
-    block = largest_block(kernel, {**whole, **chunks})
-    short = ladders.TRITON_SHORT_ROWS if held_too == 1 else ladders.TRITON_SUM_SHORT_ROWS
-    rows = 1 if chunks else floor_power(max(1, short // block))
-    # Each thread of a warp that has elements of a row has the values of the row.
-    axis = vector_axis(kernel, variant)
-    sharing = min(32, max(1, block // (1 if axis is None else vector_limit(kernel, variant, axis))))
-    while rows > 1 and rows * row_words(kernel) * sharing > ladders.TRITON_ROW_WORDS:
-        rows //= 2
-    if chunks and once:
-        warps = ladders.TRITON_ONCE_WARPS
-    elif chunks and held_too == 1:
-        warps = (ladders.TRITON_WARPS_IN_PLACE if in_place(kernel) else ladders.TRITON_LOOP_WARPS)[block]
-    else:
-        warps = (ladders.TRITON_WARPS if held_too == 1 else ladders.TRITON_SUM_ROW_WARPS)[block * rows]
-        # Of rows that nothing is stored of, as many words a thread as `warps_hold` allows those of a large block.
-        while stores_rows(kernel) == 0 and warps < ladders.TRITON_LARGE_WARPS:
-            if warps_hold(kernel, block * rows * ladders.TRITON_LARGE_WARPS // warps):
-                break
-            warps *= 2
-    name = "looped" if chunks else "row"
-    schedule = Schedule(32 * warps, rows, chunks=ordered(kernel, chunks), name=name)
-    if held_too == 1 or chunks:
-        return replace(schedule, stages=_chunk_stages(kernel, schedule))
-    return replace(schedule, stages=sum_stages(kernel, variant, schedule, capability)) if rows == 1 else schedule
-
-
-def _chunk_stages(kernel: ir.Kernel, schedule: Schedule) -> int:
-    """Stages of a loop over chunks: as many as the ladder says, but with room in shared memory for what is loaded
-    ahead."""
-    chunks = dict(schedule.chunks)
-    if not chunks:
-        return 1
-    loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & chunks.keys()]
-    extents = padded(kernel, schedule)
-    ahead = sum(tile_bytes(kernel.tensor(e.tensor), e.axes, extents) for e in loads)
-    return max(1, min(ladders.TRITON_STAGES, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))

@@ -33,11 +33,27 @@ FLAT_SLOTS = Ladder(((16, 2), (INF, 1)))
 # Flat kernels that are left at once where there is nothing to do: programs are then all that costs, so they are larger.
 LEAVING_SLOTS = 8
 
-# Row kernels: threads a row by bytes of the widest row. RMSNorm 16384x1024 takes 1.06 with a warp a row and 1.01 with
-# 128 threads; 16384x4096 to 4096x16384 take 1.04 with these, with half and with twice as many.
-ROW_THREADS = Ladder(((1 << 10, 32), (8 << 10, 128), (16 << 10, 256), (32 << 10, 512), (INF, 1024)))
-# Threads a program where rows are so short that several share one: 4 warps, a row each or less.
-SHORT_ROW_THREADS = 128
+# Row kernels: threads a row by what is loaded of it, in bytes; the short ones have two vectors of 16 bytes a thread or
+# more, the long ones leave room for two programs. Of 2**26 elements LayerNorm takes 67 us of 768 columns with 32
+# threads and 81 with 128, of 1024, 1280 and 1600 columns 67 to 68 with 64 and 71, 79 and 75 with 128, of 2048 68 and
+# 67, of 20480 69 with 512 and 105 with 1024, of 24576 73 and 91; RMSNorm of 20480 to 32000 columns 69 to 70 with 512
+# and 72 to 83 with 1024; with a residual, of 12288 columns 134 with 512 (137 if it asks ahead). RMSNorm of 4096 to
+# 16384 columns takes the same with these, with half and with twice as many.
+ROW_THREADS = Ladder((((2 << 10) - 1, 32), ((4 << 10) - 1, 64), (8 << 10, 128), (16 << 10, 256), (64 << 10, 512),
+                      (INF, 1024)))  # fmt: skip
+# Rows of 32 bits whose exponentials are held in their place: softmax of 25152 columns takes 254 us either way, of 30720
+# 255, but of 16388 to 18432 columns NVRTC spills 12 bytes of 1024 threads, to have two programs.
+ROW_EXPONENTIAL_THREADS = 512
+# Rows of more bytes than this, of kernels for which passes over chunks are better than such a row on 1024 threads, are
+# not held on 512 either: softmax of 32000 columns takes 280 us so and 247 in passes.
+ROW_WHOLE_BEFORE_PASSES = 32 << 10
+# A program of short rows has several: so many threads of them at least, and so many bytes, if it has no more than
+# SHORT_ROW_MOST threads. RMSNorm of 128 columns takes 68 us with 2 KB and 84 with 1 KB; of 1600, 73 with two rows on
+# 128 threads, which have 64 registers, and 66 with one on 64.
+SHORT_ROW_THREADS = 64
+SHORT_ROW_MOST = 128
+SHORT_ROW_BYTES = 2 << 10
+SUM_SHORT_ROW_THREADS = 128
 # Registers a thread may fill with tiles, by threads a program. At 1024 threads eight 16-byte vectors (32 registers)
 # live together and 16 spill; the largest rung keeps two programs of 256 threads on a multiprocessor.
 ROW_REGISTERS = Ladder(((256, 128), (512, 96), (INF, 36)))
@@ -64,10 +80,10 @@ HELD_ACROSS = 1
 REGISTERS_LARGEST = 1024
 
 # Looped kernels: threads by bytes of the row. Passes after the first are to find the row in the 50 MB of L2, beside the
-# rows of all other programs that run, so fewer and larger programs are better where much is stored beside it: softmax
-# 8192x32000 takes 1.09 with 1024 threads (two programs a multiprocessor; 1.30 with the whole row held by one) and 1.31
-# with 512, 8192x50304 1.26 and 1.42.
-LOOP_THREADS = Ladder(((32 << 10, 512), (INF, 1024)))
+# rows of all other programs that run, two a multiprocessor with 512 threads, one with 1024. Softmax of 2**28 elements
+# takes 265 us of 36864 columns with 512 and 366 with 1024, of 40960 260 and 355, of 50304 268 and 331, of 57344 282 and
+# 303, of 61440 288 and 289, of 65536 311 and 282, of 128256 357 and 321.
+LOOP_THREADS = Ladder(((120 << 10, 512), (INF, 1024)))
 # Where a row is overwritten in place, what is read again and what is stored are the same lines. Cross entropy with its
 # gradient in place: 8192x32000 1.08 with 512 threads (1.35 with the whole row on 1024), 8192x50304 1.15 with 512 and
 # 1.40 with 1024, 4096x128256 1.40 with 512 and 1.29 with 1024.
@@ -89,11 +105,21 @@ PASS_REGISTERS = 4
 # nor of those that fill all slots of all threads, of which no condition keeps the slots apart: NVRTC takes up to 48
 # registers there, where two programs have 32 a thread.
 AT_ONCE_REGISTERS = 20
+AT_ONCE_THREADS = 1024
+AT_ONCE_BEYOND = 32 << 10  # bytes of the row
 
-# Clusters of CTAs, in which a row that one cannot hold is whole. Rows of more bytes than this, of kernels with one
-# reduction: RMSNorm 4096x131072 takes 1.15 in two CTAs of 1024 threads. With more reductions, between which nothing of
-# a row is in flight, chunks are better: cross entropy in place 4096x128256 takes 1.28, and 1.39 in four CTAs.
+# Clusters of CTAs, in which a row that one cannot hold is whole. Rows of more bytes than this: RMSNorm 4096x131072
+# takes 1.15 in two CTAs of 1024 threads. Between several reductions nothing of a row is in flight, so that a
+# multiprocessor has two CTAs, of CLUSTER_THREADS with so many words of the row each: LayerNorm 512x131072 takes 94 us
+# in 4 CTAs and 117 in chunks, log-softmax of 2**28 elements 259 of 100352 columns in 2 (297 in chunks), 266 of 128256
+# in 4 (320; 302 in 2, which have 125 words), 270 of 151936 in 4 (330). Where exponentials are stored chunks are
+# better, or as good: softmax 128256 takes 307 in 8 and 321 in chunks, 151936 333 in chunks (in f32, where they are as
+# wide as the row, 5211x50304 takes 258 in 2 CTAs and 298); and so they are in place: cross entropy 4096x128256 takes
+# 1.28, and 1.39 in four CTAs.
 CLUSTER_BYTES = 128 << 10
+CLUSTER_THREADS = 256
+CLUSTER_ROW_WORDS = 100
+CLUSTER_REGISTERS = 132
 
 # Stores of passes over chunks are streamed past the caches; in place, where a row has more bytes than this. Of cross
 # entropy in place, 8192x32000 takes 1.19 streamed and 1.09 not, 8192x50304 1.11 and 1.16, 4096x128256 1.27 and 1.28;
@@ -174,10 +200,20 @@ TRITON_FINISH_ROWS = 4
 # Elements of one program's block: warps to hold them, the largest block that is held whole, and the chunk of rows that
 # are not, with its warps. 8192x32000 in two chunks of 16K on 16 warps against one block: softmax 1.14 and 1.27,
 # RMSNorm 1.04 and 1.08, cross entropy in place 1.34 and 1.58. Smaller chunks let more programs run, whose rows then do
-# not stay in L2 between the passes: softmax 8192x50304 1.39 with 16K, 1.51 with 8K on 8 warps, 1.55 with 4K.
+# not stay in L2 between the passes: softmax 8192x50304 1.39 with 16K, 1.51 with 8K on 8 warps, 1.55 with 4K. Wide rows
+# have larger chunks, or the same, on 32 warps: softmax of 2**28 elements takes 319 us of 128256 columns in chunks of
+# 32K (342 with 16K on 16), 352 of 202048 (372), 333 of 100352 (332), log-softmax 308 of 128256 (341); LayerNorm
+# 512x131072 108 in 16K on 32 (132).
 TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
+# Blocks of rows that fill less than this part of them have half the warps, if a thread then has no more places than
+# this: idle threads wait for the others. RMSNorm of 2**26 elements takes 67 us of 2560 columns on 4 warps and 75 on 8,
+# of 2880 67 and 72, of 3584 67 and 68; LayerNorm of 1280 columns 69 on 2 and 81 on 4, of 1600 69 and 74, of 768, two
+# rows a program, 68 and 74. RMSNorm of 5120 columns is no faster on 4 than on 8.
+TRITON_FILLED = 0.9
+TRITON_PADDED_PLACES = 32
 TRITON_WHOLE = 16 << 10
-TRITON_CHUNK = 16 << 10
+TRITON_WIDE = 192 << 10  # bytes of a row
+TRITON_CHUNK = Ladder(((TRITON_WIDE, 16 << 10), (INF, 32 << 10)))
 # Rows of which nothing is stored and that one pass is enough for, so that there is nothing to find again: the largest
 # that are held whole, and the chunk of others with its warps. What is reduced along rows in the backward of RMSNorm,
 # 2048x65536, takes 132 us in chunks of 2K on 8 warps, one vector a thread, 143 us in 4K, 137 us in 8K, 159 us in 16K on
@@ -186,11 +222,18 @@ TRITON_ONCE = 8 << 10
 TRITON_ONCE_CHUNK = 2 << 10
 TRITON_ONCE_WARPS = 8
 TRITON_LOOP_WARPS = Ladder(((2 << 10, 4), (4 << 10, 8), (INF, 16)))
-# In place: the chunk by elements of the row, and its warps. Cross entropy in place takes 1.09 at 8192x32000 and 1.24 at
-# 8192x50304 in chunks of 8K on 8 warps; when it still chose in each element, 1.29 and 1.50, and 1.34 and 1.64 in chunks
-# of 16K on 16. 4096x128256 takes 1.17 in chunks of 32K on 32 warps, 1.28 in chunks of 16K on 16.
-TRITON_CHUNK_IN_PLACE = Ladder(((64 << 10, 8 << 10), (96 << 10, 16 << 10), (INF, 32 << 10)))
-TRITON_WARPS_IN_PLACE = Ladder(((2 << 10, 4), (8 << 10, 8), (16 << 10, 16), (INF, 32)))
+# In place: warps by bytes of the row, so that the rows of all programs stay in L2, and elements a thread of a chunk.
+# Cross entropy in place, in bf16: 8192x32000 takes 1.09 with 8 warps, 8192x50304 311 us with 16 and 314 with 8,
+# 4096x128256 1.17 with 32 and 1.28 with 16. In f32: 8000x16384 262 us with 8 (334 with the row whole), 8192x32000 508
+# with 16 and 642 with 8, 5211x50304 607 and 700; 1306x100352 325 with 32 and 335 with 16, 2043x128256 646 and 707.
+TRITON_WARPS_IN_PLACE = Ladder(((64 << 10, 8), (200 << 10, 16), (INF, 32)))
+TRITON_IN_PLACE_EACH = 32
+# Elements a thread of a chunk whose elements, of 16 bits, are loaded one by one, and warps where a row is not
+# overwritten. Softmax of 33001 columns takes 428 us with 8 on 32 warps, of 50257 419 (457 with 16 on 8 warps), cross
+# entropy in place of 50257 440 with 8 on 16 warps and 489 with 32 on 8.
+TRITON_ONE_BY_ONE_EACH = 8
+TRITON_ONE_BY_ONE_WARPS = 32
+TRITON_WHOLE_IN_PLACE = 32 << 10  # bytes of the row
 # Of a block of TRITON_LARGE elements on 16 warps, what a thread can hold: tiles an element, a value of 32 bits
 # counting 1, a load of 16 bits 1/2 (it stays packed) and one of 32 bits 3/2 (it is there twice while it is masked). At
 # 2.5 (three loads in bf16 and a value) nothing spills for sm_90; at 3 (two loads in f32) the norms do.

@@ -27,6 +27,28 @@ def exponentials(kernel: ir.Kernel) -> bool:
     return any(pair(kernel, a.name) is not kernel for a in kernel.tiles)
 
 
+def narrow_rows(kernel: ir.Kernel) -> bool:
+    """Whether some of a row lies in memory in less than the 32 bits in which it is computed with."""
+    loads = own_loads(kernel, kernel.body, {a.name for a in kernel.tiles}).values()
+    return any(kernel.tensor(e.tensor).dtype.itemsize < 4 for e in loads)
+
+
+def stores_exponentials(kernel: ir.Kernel) -> bool:
+    """Whether what is stored along a row is computed by exponentials of its elements."""
+    tiles = {a.name for a in kernel.tiles}
+    values = {s.name: s.value for s in kernel.body if isinstance(s, ir.Let) and not isinstance(s.value, ir.Reduce)}
+    pending = [s.value for s in kernel.body if not isinstance(s, ir.Let) and ir.target_symbols(s) & tiles]
+    seen: set[str] = set()
+    while pending:
+        for e in ir.walk(pending.pop()):
+            if isinstance(e, ir.Op) and e.fn in ("exp", "exp2") and e.axes & tiles:
+                return True
+            if isinstance(e, ir.Ref) and e.name in values and e.name not in seen:
+                seen.add(e.name)
+                pending.append(values[e.name])
+    return False
+
+
 def met(kernel: ir.Kernel) -> int:
     """How many times the threads of a row meet."""
     return sum(isinstance(s, ir.Let) and isinstance(s.value, ir.Reduce) for s in kernel.body)
@@ -90,6 +112,19 @@ def legal(kernel: ir.Kernel, chunks: dict[str, int]) -> bool:
 def whole_row_bytes(kernel: ir.Kernel) -> int:
     """`row_bytes` of the tile axes as they are."""
     return row_bytes(kernel, held(kernel, Schedule(32, 1)))
+
+
+def loaded_row_bytes(kernel: ir.Kernel) -> int:
+    """Bytes that a program has of a row before the threads of the row meet: all that it loads of the row's own. Where
+    they never meet, or that is less, `whole_row_bytes`."""
+    return max(whole_row_bytes(kernel), own_row_bytes(kernel) if met(kernel) else 0)
+
+
+def own_row_bytes(kernel: ir.Kernel) -> int:
+    """Bytes of all that is loaded of a row which no other has."""
+    tiles = held(kernel, Schedule(32, 1))
+    loads = own_loads(kernel, kernel.body, tiles.keys()).values()
+    return sum(tile_bytes(kernel.tensor(e.tensor), e.axes, tiles) for e in loads)
 
 
 def row_bytes(kernel: ir.Kernel, extents: dict[str, int]) -> int:

@@ -73,7 +73,7 @@ def chunk(c: Call, knobs: Knobs | None = None, capability: int = 90) -> int | No
 # ---- which ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(32000, BF16), (20008, F16), (16392, BF16), (16004, F32), (8196, F32)])
+@pytest.mark.parametrize(("n", "dtype"), [(32000, BF16), (20008, F16), (16392, BF16)])
 @pytest.mark.parametrize("kernel", ["softmax", "log_softmax"])
 def test_rows_at_once(kernel: str, n: int, dtype: torch.dtype) -> None:
     assert chunk(question(kernel, n, dtype, 1)) == n
@@ -95,6 +95,14 @@ def test_rows_at_once(kernel: str, n: int, dtype: torch.dtype) -> None:
 )
 def test_others(kernel: str, n: int, capability: int, other: int | None, why: str) -> None:
     assert chunk(question(kernel, n, m=1), capability=capability) == other, why
+
+
+@pytest.mark.parametrize("n", [8196, 16004, 16384, 18004, 20004, 30720])
+def test_rows_as_wide_as_their_exponentials_are_held(n: int) -> None:
+    for kernel in ("softmax", "log_softmax"):
+        made = program(question(kernel, n, F32, 1))
+        assert (made.schedule.threads, made.schedule.chunk("n")) == (512, None)
+        assert nvrtc.compile_cuda(made.source, made.entry, "sm_90").resources.local_bytes == 0
 
 
 def test_knobs() -> None:
@@ -140,15 +148,15 @@ def within_bounds(c: Call, got: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "log_softmax"])
-@pytest.mark.parametrize(("n", "dtype"), [(32008, BF16), (20008, F16), (9004, F32)], ids=str)
+@pytest.mark.parametrize(("n", "dtype"), [(32008, BF16), (20008, F16)], ids=str)
 def test_rows(kernel: str, n: int, dtype: torch.dtype) -> None:
     c = question(kernel, n, dtype)
     within_bounds(c, cuda_kit.run(c, seed=5))
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_rows_with_infinities_and_nan(dtype: torch.dtype) -> None:
-    n = 16400 if dtype != F32 else 8200
+    n = 16400
     x = torch.randn(7, n, generator=torch.Generator().manual_seed(0)).to(dtype)
     inf, nan = float("inf"), float("nan")
     x[1] = -inf
@@ -220,7 +228,7 @@ def test_what_no_pass_can_have_at_once_is_whole(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(("n", "dtype"), [(32000, BF16), (20008, F16), (16004, F32)], ids=str)
+@pytest.mark.parametrize(("n", "dtype"), [(32000, BF16), (20008, F16)], ids=str)
 @pytest.mark.parametrize("kernel", ["softmax", "log_softmax"])
 def test_two_programs_a_multiprocessor(kernel: str, n: int, dtype: torch.dtype, arch: str) -> None:
     made = program(question(kernel, n, dtype, 1), capability=int(arch[3:]))

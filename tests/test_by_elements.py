@@ -154,7 +154,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of no row fit registers, and rows of more than 32 elements are taken in chunks by Triton."""
     monkeypatch.setattr(pipeline, "sums_in_memory", lambda s: s.sums is not None)
     monkeypatch.setattr(ladders, "TRITON_WHOLE", 32)
-    monkeypatch.setattr(ladders, "TRITON_CHUNK", 32)
+    monkeypatch.setattr(ladders, "TRITON_CHUNK", ladders.Ladder(((ladders.INF, 32),)))
     monkeypatch.setattr(ladders, "TRITON_SUM_CHUNK", 32)
 
 

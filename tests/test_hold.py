@@ -186,7 +186,7 @@ def test_a_row_is_loaded_once() -> None:
 def test_wide_rows_fit_the_registers(dtype: torch.dtype, n: int) -> None:
     for name, c in kernels(n, dtype).items():
         s = scheduled(c)
-        if name in ("rms_norm", "softmax"):
+        if name == "rms_norm" or (name == "softmax" and n % 2 == 0):
             assert s.held == {"x_mn"}, name
         if s.held:
             assert triton_kit.built(c).resources.local_bytes == 0, name
@@ -204,9 +204,13 @@ def test_rows_of_32_bits_and_several_of_16_fit_too() -> None:
 
 
 def test_unaligned_rows_are_held_as_far_as_they_fit() -> None:
-    for n, expected in ((33001, True), (50257, True), (60001, False)):
-        c = call(SOFT, "softmax", x=empty(4, n))
-        assert bool(scheduled(c).held) is expected
+    """But for those whose passes are bound by loads of single elements whatever is held."""
+    for text, name, n, expected in (
+        (RMS, "rms_norm", 33001, True), (RMS, "rms_norm", 50257, True), (RMS, "rms_norm", 60001, False),
+        (SOFT, "softmax", 33001, False),
+    ):  # fmt: skip
+        c = call(text, name, x=empty(4, n))
+        assert bool(scheduled(c).held) is expected, (name, n)
         assert triton_kit.built(c).resources.local_bytes == 0
 
 

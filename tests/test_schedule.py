@@ -72,12 +72,17 @@ def groups() -> ir.Kernel:
         (1, 128, 128, 1, False),
         (3, 128, 32, 1, False),
         (64, 128, 16, 8, False),
-        (512, 128, 4, 8, False),
-        (1024, 128, 1, 8, False),
+        (128, 128, 8, 8, False),
+        (512, 64, 2, 8, False),
+        (768, 64, 2, 8, False),
+        (1024, 64, 1, 8, False),
+        (1600, 64, 1, 8, False),
+        (2048, 128, 1, 8, False),
         (4096, 128, 1, 8, False),
         (8192, 256, 1, 8, False),
         (16384, 512, 1, 8, False),
-        (32768, 1024, 1, 8, False),
+        (32768, 512, 1, 8, False),
+        (32776, 1024, 1, 8, False),
         (65536, 1024, 1, 8, False),
         (262144, 1024, 1, 8, True),
         (65537, 1024, 1, 8, False),  # peeled
@@ -100,8 +105,9 @@ def test_cuda_rows_in_clusters(columns: int, vector: int, cluster: int, looped: 
 
 @pytest.mark.parametrize(
     ("columns", "warps", "rows", "looped"),
-    [(1, 4, 2048, False), (1000, 4, 2, False), (2048, 4, 1, False), (6144, 8, 1, False), (8192, 8, 1, True),
-     (16384, 16, 1, True), (65536, 32, 1, True)],
+    [(1, 4, 2048, False), (768, 2, 2, False), (1000, 4, 2, False), (1280, 2, 1, False), (2048, 4, 1, False),
+     (2560, 4, 1, False), (4000, 8, 1, False), (6144, 8, 1, False), (8192, 8, 1, True), (16384, 16, 1, True),
+     (65536, 32, 1, True), (131072, 32, 1, True)],
 )  # fmt: skip
 def test_triton_rows(columns: int, warps: int, rows: int, looped: bool) -> None:
     s = schedule_kernel(norm(), variant(norm(), {"N": columns}), "triton").schedule

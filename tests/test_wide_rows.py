@@ -28,16 +28,20 @@ def test_wide_rows_take_large_chunks_and_spill_nothing(dtype: torch.dtype, weigh
 
 
 @pytest.mark.parametrize(
-    ("n", "text", "dtype"),
+    ("n", "threads", "text", "dtype"),
     [
-        (90000, "x[m, n] = softmax(x[m, n], n)", torch.bfloat16),  # narrower
-        (128256, "h = x[m, n] + y[m, n]\n    x[m, n] = h * rsqrt(mean(h * h, n))", torch.bfloat16),  # two rows
-        (128256, "c = x[m, n] - max(x[m, n], n)\n    e = exp(c)\n    x[m, n] = c * e * sum(e, n)", torch.float32),
-        (128256, "c = x[m, n] - max(x[m, n], n)\n    e = exp(c)\n    x[m, n] = c * e / sum(e, n)", torch.bfloat16),
+        (90000, 512, "x[m, n] = softmax(x[m, n], n)", torch.bfloat16),  # narrower
+        (128256, 1024, "h = x[m, n] + y[m, n]\n    x[m, n] = h * rsqrt(mean(h * h, n))", torch.bfloat16),  # two rows
+        (128256, 1024, "c = x[m, n] - max(x[m, n], n)\n    e = exp(c)\n    x[m, n] = c * e * sum(e, n)",
+         torch.float32),
+        (128256, 1024, "c = x[m, n] - max(x[m, n], n)\n    e = exp(c)\n    x[m, n] = c * e / sum(e, n)",
+         torch.bfloat16),
     ],
-)
-def test_what_would_not_fit_small_threads_takes_smaller_chunks(n: int, text: str, dtype: torch.dtype) -> None:
+)  # fmt: skip
+def test_what_would_not_fit_small_threads_takes_smaller_chunks(
+    n: int, threads: int, text: str, dtype: torch.dtype
+) -> None:
     head = "kernel k(x: inout T[*M, N], y: T[*M, N]):\n    parallel m in M\n    tile n in N\n    "
     c = call(head + text, "k", x=torch.zeros(1, n, dtype=dtype), y=torch.zeros(1, n, dtype=dtype))
     schedule = scheduled(c, "triton", None).schedule
-    assert (schedule.threads, schedule.chunks) == (512, (("n", 16384),))
+    assert (schedule.threads, schedule.chunks) == (threads, (("n", 16384),))

@@ -1,0 +1,191 @@
+"""Default schedules of Triton's programs: how many warps, how many rows, and what of a row at a time?
+
+As `kgen.codegen.choose` for CUDA: sizes are read off the kernel in normal form, and looked up in
+`kgen.codegen.ladders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kgen.codegen import ladders
+from kgen.codegen.hold import holding
+from kgen.codegen.layout import ceil_power, floor_power, held, tile_bytes, vector_axis, vector_limit
+from kgen.codegen.resident import sum_stages
+from kgen.codegen.rows import beside, in_place, legal, narrow_rows, ordered, own_row_bytes, read_once, stores_rows
+from kgen.codegen.schedule import Schedule
+from kgen.codegen.sums import has_sums
+from kgen.codegen.values import largest_block, padded
+from kgen.codegen.variant import Variant
+from kgen.codegen.words import row_words, small_threads_hold, warps_hold, warps_hold_sums
+from kgen.dsl import ir
+
+
+def triton_flat(leaves: bool) -> Schedule:
+    """The schedule of a kernel without tile indices; `leaves`: its programs may have nothing to do."""
+    threads = 32 * ladders.TRITON_FLAT_WARPS
+    if leaves:
+        # As many elements a thread as on CUDA, of 2 bytes.
+        return Schedule(threads, threads * 8 * ladders.LEAVING_SLOTS, name="flat")
+    return Schedule(threads, ladders.TRITON_FLAT_ROWS, name="flat")
+
+
+def triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int | None) -> Schedule:
+    """The schedule of a kernel with tile indices; `hold` is what a knob says of rows that are held in chunks."""
+    if has_sums(kernel):
+        return _with_sums(kernel, variant, capability)
+    if hold != 0 and len(kernel.tiles) == 1 and not in_place(kernel):
+        found = holding(kernel, variant)
+        if found is not None:
+            return found
+    chunks = _chunks(kernel, variant)
+    extents = {**_whole(kernel), **chunks}
+    if chunks:
+        warps = _loop_warps(kernel, variant, chunks, largest_block(kernel, extents))
+        schedule = Schedule(32 * warps, 1, chunks=ordered(kernel, chunks), name="looped")
+        return replace(schedule, stages=_chunk_stages(kernel, schedule))
+    block = largest_block(kernel, extents)
+    rows = _rows(kernel, variant, block, ladders.TRITON_SHORT_ROWS)
+    return Schedule(32 * _whole_warps(kernel, block, rows), rows, name="row")
+
+
+def _whole(kernel: ir.Kernel) -> dict[str, int]:
+    """Extents of the tile indices, as blocks have them."""
+    return padded(kernel, Schedule(32, 1))
+
+
+def _rows(kernel: ir.Kernel, variant: Variant, block: int, short: int) -> int:
+    """How many rows of `block` elements a program takes: `short` elements of them, but no more than it has registers
+    for the values of a row, which each thread of a warp has that has elements of the row."""
+    rows = floor_power(max(1, short // block))
+    axis = vector_axis(kernel, variant)
+    sharing = min(32, max(1, block // (1 if axis is None else vector_limit(kernel, variant, axis))))
+    while rows > 1 and rows * row_words(kernel) * sharing > ladders.TRITON_ROW_WORDS:
+        rows //= 2
+    return rows
+
+
+def _enough(kernel: ir.Kernel, elements: int, warps: int) -> int:
+    """`warps`, or, of rows that nothing is stored of, so many that a thread has no more words of `elements` than
+    `warps_hold` allows those of a large block."""
+    while stores_rows(kernel) == 0 and warps < ladders.TRITON_LARGE_WARPS:
+        if warps_hold(kernel, elements * ladders.TRITON_LARGE_WARPS // warps):
+            break
+        warps *= 2
+    return warps
+
+
+# ---- rows that are held whole --------------------------------------------------------------------------------------
+
+
+def _fits_whole(kernel: ir.Kernel, block: int) -> bool:
+    """Whether a program holds rows with a largest block of `block` elements."""
+    if in_place(kernel) and own_row_bytes(kernel) > ladders.TRITON_WHOLE_IN_PLACE:
+        return False
+    limit = min(ladders.TRITON_WHOLE, ladders.TRITON_ONCE) if read_once(kernel) else ladders.TRITON_WHOLE
+    return block <= limit and warps_hold(kernel, block)
+
+
+def _whole_warps(kernel: ir.Kernel, block: int, rows: int) -> int:
+    """Warps of a program that holds `rows` rows with a largest block of `block` elements."""
+    warps = ladders.TRITON_WARPS[block * rows]
+    there = largest_block(kernel, held(kernel, Schedule(32, 1)))
+    if there < ladders.TRITON_FILLED * block:
+        places = block * rows // (32 * warps // 2)
+        if places <= ladders.TRITON_PADDED_PLACES and warps_hold(kernel, 32 * ladders.TRITON_LARGE_WARPS * places):
+            warps //= 2
+    return _enough(kernel, block * rows, warps)
+
+
+# ---- rows in chunks ------------------------------------------------------------------------------------------------
+
+
+def _chunks(kernel: ir.Kernel, variant: Variant) -> dict[str, int]:
+    """Along which indices a row is taken in chunks, and of how many elements; none where a program holds it."""
+    whole = _whole(kernel)
+    chunks: dict[str, int] = {}
+    for axis in sorted(whole, key=lambda a: -whole[a]):
+        block = largest_block(kernel, {**whole, **chunks})
+        if (block <= ladders.TRITON_WHOLE and warps_hold(kernel, block)) if chunks else _fits_whole(kernel, block):
+            break
+        chunk = max(1, _most(kernel, variant, axis) // ceil_power(beside(kernel, axis, {**whole, **chunks})))
+        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
+            chunks[axis] = chunk
+    return chunks
+
+
+def _most(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
+    """The most elements of a chunk along `axis`."""
+    size = own_row_bytes(kernel)
+    if read_once(kernel):
+        return ladders.TRITON_ONCE_CHUNK
+    if in_place(kernel):
+        most = ladders.TRITON_IN_PLACE_EACH * 32 * ladders.TRITON_WARPS_IN_PLACE[size]
+    else:
+        most = ladders.TRITON_CHUNK[size]
+    if most > ladders.TRITON_LARGE // 2 and not small_threads_hold(kernel, most):
+        most = ladders.TRITON_LARGE // 2
+    address = 0.0
+    if vector_limit(kernel, variant, axis) == 1:
+        address = ladders.TRITON_ADDRESS
+        if narrow_rows(kernel):
+            warps = ladders.TRITON_WARPS_IN_PLACE[size] if in_place(kernel) else ladders.TRITON_ONE_BY_ONE_WARPS
+            most = min(most, 32 * warps * ladders.TRITON_ONE_BY_ONE_EACH)
+    while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
+        most //= 2
+    return most
+
+
+def _loop_warps(kernel: ir.Kernel, variant: Variant, chunks: Iterable[str], block: int) -> int:
+    """Warps of a program that takes its row in chunks, the largest block of which has `block` elements."""
+    size = own_row_bytes(kernel)
+    if read_once(kernel):
+        return ladders.TRITON_ONCE_WARPS
+    if in_place(kernel):
+        return min(ladders.TRITON_WARPS_IN_PLACE[size], max(4, block // 128))
+    if narrow_rows(kernel) and any(vector_limit(kernel, variant, axis) == 1 for axis in chunks):
+        return max(4, block // (32 * ladders.TRITON_ONE_BY_ONE_EACH))
+    if size > ladders.TRITON_WIDE and block >= ladders.TRITON_LARGE // 2:
+        return 32
+    return ladders.TRITON_LOOP_WARPS[block]
+
+
+def _chunk_stages(kernel: ir.Kernel, schedule: Schedule) -> int:
+    """Stages of a loop over chunks: as many as the ladder says, but with room in shared memory for what is loaded
+    ahead."""
+    chunks = dict(schedule.chunks)
+    if not chunks:
+        return 1
+    loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & chunks.keys()]
+    extents = padded(kernel, schedule)
+    ahead = sum(tile_bytes(kernel.tensor(e.tensor), e.axes, extents) for e in loads)
+    return max(1, min(ladders.TRITON_STAGES, 1 + ladders.TRITON_STAGED_BYTES // max(1, ahead)))
+
+
+# ---- rows beside sums over programs --------------------------------------------------------------------------------
+
+
+def _with_sums(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule:
+    """Of a kernel that sums over programs: a block of sums, which are not packed, is held beside the row from the first
+    row to the last."""
+    beside_row = 3
+    whole = _whole(kernel)
+    chunks: dict[str, int] = {}
+    for axis in sorted(whole, key=lambda a: -whole[a]):
+        block = largest_block(kernel, {**whole, **chunks})
+        if block * beside_row <= ladders.TRITON_SUM_WHOLE and warps_hold(kernel, block):
+            break
+        if not chunks and warps_hold_sums(kernel, variant, block):
+            return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
+        chunk = max(1, ladders.TRITON_SUM_CHUNK // ceil_power(beside(kernel, axis, {**whole, **chunks})))
+        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
+            chunks[axis] = chunk
+    block = largest_block(kernel, {**whole, **chunks})
+    rows = 1 if chunks else _rows(kernel, variant, block, ladders.TRITON_SUM_SHORT_ROWS)
+    warps = _enough(kernel, block * rows, ladders.TRITON_SUM_ROW_WARPS[block * rows])
+    name = "looped" if chunks else "row"
+    schedule = Schedule(32 * warps, rows, chunks=ordered(kernel, chunks), name=name)
+    if chunks:
+        return replace(schedule, stages=_chunk_stages(kernel, schedule))
+    return replace(schedule, stages=sum_stages(kernel, variant, schedule, capability)) if rows == 1 else schedule
