@@ -152,15 +152,16 @@ def test_the_policy_is_made_first() -> None:
 # ---- what comes out ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+SMALL = Knobs(threads=128, chunks=(("n", 1024),))
+
+
 @pytest.mark.parametrize(
-    ("kernel", "n", "knobs"),
+    ("kernel", "n", "knobs", "dtype"),
     [
-        ("softmax", 32008, None),
-        ("softmax", 32011, None),
-        ("norm", 3000, Knobs(threads=128, chunks=(("n", 1024),))),
-        ("norm", 3001, Knobs(threads=128, chunks=(("n", 1024),))),
-        ("halve_", 2504, Knobs(threads=128, chunks=(("n", 1024),))),
+        ("softmax", 32008, None, BF16),
+        ("softmax", 32011, None, BF16),
+        *((k, n, SMALL, F32) for k, n in (("softmax", 3004), ("softmax", 3011))),
+        *((k, n, SMALL, d) for k, n in (("norm", 3000), ("norm", 3001), ("halve_", 2504)) for d in (BF16, F32)),
     ],
 )
 def test_rows(kernel: str, n: int, knobs: Knobs | None, dtype: torch.dtype) -> None:
