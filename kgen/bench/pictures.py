@@ -101,9 +101,11 @@ def roofline(value: Record) -> Any:
         for r in value["rows"]
         if r["floor"] == "gemms" and timed(r, "gemms")
     ]
-    ceiling = max(products, default=None)
-    ends = [min(intensities) / 1.5, max(intensities) * 1.5 if ceiling is None else 1.5 * ceiling / best]
-    line = [(x, min(best * x, ceiling or best * x)) for x in (ends[0], (ceiling or 0) / best or ends[1], ends[1])]
+    ends = [min(intensities) / 1.5, max(intensities) * 1.5]
+    # The view is that of the kernels: where all of them are far below what products reach, that is no part of it.
+    ceiling = max((p for p in products if p <= 3 * best * ends[1]), default=None)
+    corner = min(ends[1], ceiling / best) if ceiling is not None else ends[1]
+    line = [(x, min(best * x, ceiling or best * x)) for x in (ends[0], corner, ends[1])]
     axis.plot(*zip(*line, strict=True), color="0.3", linewidth=1.2, label=f"copy, {best:.2f} TB/s")
     if ceiling is not None:
         axis.axhline(ceiling, color="0.3", linestyle=":", linewidth=1, label=f"matrix products, {ceiling:.0f} TFLOP/s")
