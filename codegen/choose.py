@@ -44,7 +44,6 @@ from kgen.codegen.rows import (
     met,
     narrow_rows,
     ordered,
-    row_bytes,
     stores_exponentials,
     stores_rows,
     whole_row_bytes,
@@ -354,8 +353,7 @@ def _packed(kernel: ir.Kernel, variant: Variant, schedule: Schedule) -> Schedule
 def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> Iterator[Schedule]:
     """Schedules with chunks, from larger to smaller ones: first along the longest axis alone, then others too."""
     whole = held(kernel, Schedule(32, 1))
-    ladder = ladders.LOOP_THREADS_IN_PLACE if in_place(kernel) else ladders.LOOP_THREADS
-    threads = ladder[row_bytes(kernel, whole)]
+    threads = _loop_threads(kernel, variant, vector, peeled)
     most = ladders.LOOP_SLOTS_IN_PLACE if in_place(kernel) and met(kernel) else ladders.LOOP_SLOTS[threads]
     if has_sums(kernel):
         threads, most = min(threads, ladders.LOOP_SUM_THREADS), ladders.LOOP_SUM_SLOTS
@@ -377,6 +375,26 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
                 yield looped
         if fitting is not None:
             chunks[axis] = fitting
+
+
+def _loop_threads(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> int:
+    """Threads of a program that takes its row in chunks."""
+    size = whole_row_bytes(kernel)
+    if in_place(kernel):
+        return ladders.LOOP_THREADS_IN_PLACE[size]
+    threads = ladders.LOOP_THREADS[size]
+    if threads == 1024 or size <= ladders.LOOP_SMALL:
+        return threads
+    # Two programs are worth it where the compiler has no reason to take more than the 64 registers that leave room for
+    # both: it spills some of a third value that passes reduce, and of functions, to stay within them.
+    axis = kernel.tiles[0]
+    chunk = min(threads * vector * ladders.LOOP_SLOTS[threads], floor_power(max(1, axis.extent.constant - 1)))
+    trial = Schedule(threads, 1, vector, ((axis.name, chunk),), "looped", peeled=peeled)
+    if len(kernel.tiles) > 1 or met(kernel) > 2 or pass_registers(paired(kernel, trial)):
+        return 1024
+    if not legal(kernel, {axis.name: chunk}) or trial_registers(kernel, variant, trial) > ladders.LOOP_TWO_REGISTERS:
+        return 1024
+    return threads
 
 
 def _at_once(kernel: ir.Kernel, variant: Variant, vector: int) -> Schedule | None:

@@ -13,10 +13,10 @@ from kgen.codegen import ladders
 from kgen.codegen.hold import holding
 from kgen.codegen.layout import ceil_power, floor_power, held, tile_bytes, vector_axis, vector_limit
 from kgen.codegen.resident import sum_stages
-from kgen.codegen.rows import beside, in_place, legal, narrow_rows, ordered, own_row_bytes, read_once, stores_rows
+from kgen.codegen.rows import beside, in_place, legal, met, narrow_rows, ordered, own_row_bytes, read_once, stores_rows
 from kgen.codegen.schedule import Schedule
 from kgen.codegen.sums import has_sums
-from kgen.codegen.values import largest_block, padded
+from kgen.codegen.values import largest_block, padded, quotients
 from kgen.codegen.variant import Variant
 from kgen.codegen.words import row_words, small_threads_hold, warps_hold, warps_hold_sums
 from kgen.dsl import ir
@@ -91,7 +91,8 @@ def _whole_warps(kernel: ir.Kernel, block: int, rows: int) -> int:
     """Warps of a program that holds `rows` rows with a largest block of `block` elements."""
     warps = ladders.TRITON_WARPS[block * rows]
     there = largest_block(kernel, held(kernel, Schedule(32, 1)))
-    if there < ladders.TRITON_FILLED * block:
+    # Of shorter rows a program has several, as many as so many threads have registers for.
+    if block >= ladders.TRITON_PADDED_BEYOND and there < ladders.TRITON_FILLED * block:
         places = block * rows // (32 * warps // 2)
         if places <= ladders.TRITON_PADDED_PLACES and warps_hold(kernel, 32 * ladders.TRITON_LARGE_WARPS * places):
             warps //= 2
@@ -121,16 +122,18 @@ def _most(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
     if read_once(kernel):
         return ladders.TRITON_ONCE_CHUNK
     if in_place(kernel):
-        most = ladders.TRITON_IN_PLACE_EACH * 32 * ladders.TRITON_WARPS_IN_PLACE[size]
+        most = ladders.TRITON_IN_PLACE_EACH * 32 * _in_place_warps(kernel)
+        large = small_threads_hold(kernel, most)
     else:
         most = ladders.TRITON_CHUNK[size]
-    if most > ladders.TRITON_LARGE // 2 and not small_threads_hold(kernel, most):
+        large = narrow_rows(kernel) and _light(kernel, most)
+    if most > ladders.TRITON_LARGE // 2 and not large:
         most = ladders.TRITON_LARGE // 2
     address = 0.0
     if vector_limit(kernel, variant, axis) == 1:
         address = ladders.TRITON_ADDRESS
         if narrow_rows(kernel):
-            warps = ladders.TRITON_WARPS_IN_PLACE[size] if in_place(kernel) else ladders.TRITON_ONE_BY_ONE_WARPS
+            warps = _in_place_warps(kernel) if in_place(kernel) else ladders.TRITON_ONE_BY_ONE_WARPS
             most = min(most, 32 * warps * ladders.TRITON_ONE_BY_ONE_EACH)
     while most > ladders.TRITON_SUM_CHUNK and not warps_hold(kernel, most, address):
         most //= 2
@@ -139,16 +142,30 @@ def _most(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
 
 def _loop_warps(kernel: ir.Kernel, variant: Variant, chunks: Iterable[str], block: int) -> int:
     """Warps of a program that takes its row in chunks, the largest block of which has `block` elements."""
-    size = own_row_bytes(kernel)
     if read_once(kernel):
         return ladders.TRITON_ONCE_WARPS
+    single = narrow_rows(kernel) and any(vector_limit(kernel, variant, axis) == 1 for axis in chunks)
     if in_place(kernel):
-        return min(ladders.TRITON_WARPS_IN_PLACE[size], max(4, block // 128))
-    if narrow_rows(kernel) and any(vector_limit(kernel, variant, axis) == 1 for axis in chunks):
+        warps, each = _in_place_warps(kernel), ladders.TRITON_IN_PLACE_EACH
+        # Chunks that were made smaller, as values take more registers, have fewer, or half as many elements a thread.
+        half = 2 * block >= 32 * warps * each and small_threads_hold(kernel, block)
+        return warps if half else max(4, block // (32 * (ladders.TRITON_ONE_BY_ONE_EACH if single else each)))
+    if single:
         return max(4, block // (32 * ladders.TRITON_ONE_BY_ONE_EACH))
-    if size > ladders.TRITON_WIDE and block >= ladders.TRITON_LARGE // 2:
-        return 32
-    return ladders.TRITON_LOOP_WARPS[block]
+    wide = own_row_bytes(kernel) > ladders.TRITON_WIDE and block >= ladders.TRITON_LARGE // 2
+    return 32 if wide and _light(kernel, block) else ladders.TRITON_LOOP_WARPS[block]
+
+
+def _in_place_warps(kernel: ir.Kernel) -> int:
+    """Warps for a row that is overwritten: as its bytes say, where it is along one index."""
+    return ladders.TRITON_WARPS_IN_PLACE[own_row_bytes(kernel) if len(kernel.tiles) == 1 else 0]
+
+
+def _light(kernel: ir.Kernel, block: int) -> bool:
+    """Whether the 64 registers a thread of 32 warps hold `block` elements and what passes do: what those of norms and
+    softmaxes do, for which that was seen. With a third reduction, or an exact quotient of an element, some spill."""
+    few = met(kernel) <= 2 and not any(True for _ in quotients(kernel.body, {a.name for a in kernel.tiles}))
+    return few and len(kernel.tiles) == 1 and small_threads_hold(kernel, block)
 
 
 def _chunk_stages(kernel: ir.Kernel, schedule: Schedule) -> int:

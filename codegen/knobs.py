@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kgen.codegen.layout import peel, vector_limit
+from kgen.codegen.machines import REGISTER_FILE
 from kgen.codegen.origins import position
 from kgen.codegen.schedule import Schedule, ScheduleError, Sums
 from kgen.codegen.variant import Variant
@@ -200,6 +201,9 @@ def turned(
         registers=knobs.registers or 0,
     )
     check(kernel, backend, out)
+    if out.registers * out.threads > REGISTER_FILE:
+        what = f"{out.threads} threads of {out.registers} registers are more than"
+        raise _refused(kernel, f"{what} the {REGISTER_FILE} of a multiprocessor")
     if knobs.peel and not out.peeled:
         raise _refused(kernel, _NOT_PEELED)
     check_peeled(kernel, variant, out)

@@ -84,6 +84,8 @@ REGISTERS_LARGEST = 1024
 # takes 265 us of 36864 columns with 512 and 366 with 1024, of 40960 260 and 355, of 50304 268 and 331, of 57344 282 and
 # 303, of 61440 288 and 289, of 65536 311 and 282, of 128256 357 and 321.
 LOOP_THREADS = Ladder(((120 << 10, 512), (INF, 1024)))
+LOOP_SMALL = 32 << 10  # bytes of rows that 512 threads take however much a pass computes
+LOOP_TWO_REGISTERS = 36  # that a thread fills with tiles, for two programs: 62 in all for softmax, which fills 35
 # Where a row is overwritten in place, what is read again and what is stored are the same lines. Cross entropy with its
 # gradient in place: 8192x32000 1.08 with 512 threads (1.35 with the whole row on 1024), 8192x50304 1.15 with 512 and
 # 1.40 with 1024, 4096x128256 1.40 with 512 and 1.29 with 1024.
@@ -110,16 +112,18 @@ AT_ONCE_BEYOND = 32 << 10  # bytes of the row
 
 # Clusters of CTAs, in which a row that one cannot hold is whole. Rows of more bytes than this: RMSNorm 4096x131072
 # takes 1.15 in two CTAs of 1024 threads. Between several reductions nothing of a row is in flight, so that a
-# multiprocessor has two CTAs, of CLUSTER_THREADS with so many words of the row each: LayerNorm 512x131072 takes 94 us
-# in 4 CTAs and 117 in chunks, log-softmax of 2**28 elements 259 of 100352 columns in 2 (297 in chunks), 266 of 128256
-# in 4 (320; 302 in 2, which have 125 words), 270 of 151936 in 4 (330). Where exponentials are stored chunks are
-# better, or as good: softmax 128256 takes 307 in 8 and 321 in chunks, 151936 333 in chunks (in f32, where they are as
-# wide as the row, 5211x50304 takes 258 in 2 CTAs and 298); and so they are in place: cross entropy 4096x128256 takes
-# 1.28, and 1.39 in four CTAs.
+# multiprocessor is to have two CTAs, of CLUSTER_THREADS with so many words of the row and registers for tiles each:
+# log-softmax of 2**28 elements takes 259 us of 100352 columns in 2 (297 in chunks), 266 of 128256 in 4 (320; 302 in
+# 2, which have 125 words), 270 of 151936 in 4 (330); LayerNorm 512x131072 takes 94 in 4 and 117 in chunks, but with
+# as many registers, 129, other widths spill, so that it has 8 (113). Where exponentials are stored chunks are better,
+# or as good: softmax 128256 takes 307 in 8 and 321 in chunks, 151936 333 in chunks (in f32, where they are as wide as
+# the row, 5211x50304 takes 258 in 2 CTAs and 298); and so they are in place: cross entropy 4096x128256 takes 1.28,
+# and 1.39 in four CTAs.
 CLUSTER_BYTES = 128 << 10
 CLUSTER_THREADS = 256
-CLUSTER_ROW_WORDS = 100
-CLUSTER_REGISTERS = 132
+CLUSTER_ROW_WORDS = 99
+CLUSTER_REGISTERS = 101
+CLUSTER_BLOCKS = 2
 
 # Stores of passes over chunks are streamed past the caches; in place, where a row has more bytes than this. Of cross
 # entropy in place, 8192x32000 takes 1.19 streamed and 1.09 not, 8192x50304 1.11 and 1.16, 4096x128256 1.27 and 1.28;
@@ -211,6 +215,7 @@ TRITON_WARPS = Ladder(((2 << 10, 4), (16 << 10, 8), (INF, 16)))
 # rows a program, 68 and 74. RMSNorm of 5120 columns is no faster on 4 than on 8.
 TRITON_FILLED = 0.9
 TRITON_PADDED_PLACES = 32
+TRITON_PADDED_BEYOND = 1 << 10  # elements of the block of a row
 TRITON_WHOLE = 16 << 10
 TRITON_WIDE = 192 << 10  # bytes of a row
 TRITON_CHUNK = Ladder(((TRITON_WIDE, 16 << 10), (INF, 32 << 10)))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kgen.dsl.knobs import REGISTER_FILE
+
 KIB, MIB, GB = 1 << 10, 1 << 20, 10**9
 WARP = 32
 # Registers of 32 bits: those of a multiprocessor of every architecture below, the most of a thread, and in how many a
 # thread's are allotted. CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability"; the unit is
-# that of a warp (`Architecture.register_unit`), for each of its threads.
-REGISTER_FILE = 64 * KIB
+# that of a warp (`Architecture.register_unit`), for each of its threads. The first is what a `schedule` statement is
+# held against, too.
 MOST_REGISTERS = 255
 REGISTER_UNIT = 8
 # Compute capability of the oldest devices that code is generated for: the oldest that CUDA 12 and 13 both compile for.

@@ -29,7 +29,7 @@ def exponentials(kernel: ir.Kernel) -> bool:
 
 def narrow_rows(kernel: ir.Kernel) -> bool:
     """Whether some of a row lies in memory in less than the 32 bits in which it is computed with."""
-    loads = own_loads(kernel, kernel.body, {a.name for a in kernel.tiles}).values()
+    loads = row_loads(kernel, kernel.body, {a.name for a in kernel.tiles}).values()
     return any(kernel.tensor(e.tensor).dtype.itemsize < 4 for e in loads)
 
 

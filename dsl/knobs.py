@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 BACKENDS = ("cuda", "triton")
 WARP = 32  # threads
+REGISTER_FILE = 64 << 10  # 32-bit registers of a multiprocessor; see `kgen.codegen.machines`
 CHUNK = "chunk"
 WHOLE = "whole"  # in place of the size of a chunk
 

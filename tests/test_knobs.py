@@ -98,6 +98,7 @@ def test_blocks_of_a_sum() -> None:
         (norm, "cuda", Knobs(chunks=(("n", 0),)), "the chunk of n is 0"),
         (norm, "cuda", Knobs(blocks=2), "it has no such sum"),
         (norm, "cuda", Knobs(registers=64), "registers is for Triton alone"),
+        (norm, "triton", Knobs(threads=512, registers=129), "512 threads of 129 registers are more than the 65536"),
         (norm, "triton", Knobs(registers=256), "registers is 256, expected 32 to 255 a thread"),
         (norm, "triton", Knobs(ahead=1), "ahead is for CUDA kernels with tile indices"),
         (gate, "cuda", Knobs(ahead=1), "ahead is for CUDA kernels with tile indices"),

@@ -1,7 +1,9 @@
-"""How shipped kernels take their rows by default, at widths where that was measured, and that nothing spills there."""
+"""How shipped kernels take their rows by default, at widths where that was measured, and that nothing spills there: all
+of the CUDA programs, and those of Triton that did once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,19 +13,28 @@ from kgen.codegen.schedule import Schedule
 from kgen.dsl.modules import load
 from kgen.runtime import nvrtc
 from kgen.runtime.ahead import Choices, Target, target
+from kgen.runtime.derived import gradient_targets
+from kgen.runtime.triton_compile import compile_triton
 
 OPS = Path(kgen.ops.__file__).parent
 PLAIN = frozenset(("weight", "z_scale"))
 
 
-def made(name: str, n: int, dtype: str) -> Target:
+def made(name: str, n: int, dtype: str, consts: Mapping[str, str] | None = None) -> Target:
     """The kernel `name`, `n` elements in a row."""
     file = {"log_softmax": "softmax", "cross_entropy_": "cross_entropy"}.get(name, name)
     module = load(OPS / f"{file}.kdsl").module
     dims = {"V" if file == "cross_entropy" else "N": n}
-    without = PLAIN if file == "cross_entropy" else frozenset[str]()
+    without = PLAIN if name == "cross_entropy_" else frozenset[str]()
     kernel = next(k for k in module.kernels if k.name == name)
-    return target(module, kernel, Choices(dims=dims, dtype=dtype, without=without))
+    return target(module, kernel, Choices(dims=dims, dtype=dtype, without=without, consts=consts or {}))
+
+
+def spilled(t: Target, folder: Path) -> int:
+    """Bytes for sm_90 that the largest of Triton's programs spills."""
+    parts = t.program("triton").launches
+    where = [p.stage.variant if p.stage is not None else t.layout.variant for p in parts]
+    return max(compile_triton(p, v, 90, folder).resources.local_bytes for p, v in zip(parts, where, strict=True))
 
 
 def chunk(s: Schedule) -> int:
@@ -53,7 +64,11 @@ CUDA = [
     ("log_softmax", 100352, "bf16", (256, 1, 2, 0)),
     ("log_softmax", 128256, "bf16", (256, 1, 4, 0)),
     ("softmax", 128256, "bf16", (1024, 1, 1, 32768)),
-    ("layer_norm", 131072, "bf16", (256, 1, 4, 0)),
+    ("layer_norm", 131072, "bf16", (256, 1, 8, 0)),
+    # 8 bytes were spilled here
+    ("log_softmax", 65544, "bf16", (256, 1, 2, 0)),
+    ("log_softmax", 102400, "bf16", (256, 1, 4, 0)),
+    ("layer_norm", 114688, "bf16", (256, 1, 8, 0)),
     ("rms_norm", 131072, "bf16", (1024, 1, 2, 0)),
     ("cross_entropy_", 128256, "bf16", (1024, 1, 1, 65536)),
 ]
@@ -101,3 +116,33 @@ TRITON = [
 def test_triton(name: str, n: int, dtype: str, expected: tuple[int, int, int, bool]) -> None:
     s = made(name, n, dtype).program("triton").schedule
     assert (s.threads // 32, s.rows, chunk(s), s.held) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "dtype", "consts"),
+    [
+        ("cross_entropy", 262144, "bf16", {"smoothed": "true"}),
+        ("cross_entropy_", 128256, "bf16", {"capped": "true"}),
+        ("softmax", 128256, "f32", {}),
+        ("softmax", 128256, "bf16", {}),
+    ],
+)
+def test_wide_rows_of_triton_spill_nothing(
+    name: str, n: int, dtype: str, consts: dict[str, str], tmp_path: Path
+) -> None:
+    assert spilled(made(name, n, dtype, consts), tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "dtype"), [("softmax", 46, "f32"), ("softmax", 33, "bf16"), ("rms_norm", 20, "bf16")]
+)
+def test_short_rows_of_a_backward_spill_nothing(name: str, n: int, dtype: str, tmp_path: Path) -> None:
+    """As many of them as 128 threads have registers for."""
+    assert spilled(gradient_targets(made(name, n, dtype)).backward, tmp_path) == 0
+
+
+@pytest.mark.parametrize("consts", [{"capped": "true"}, {"smoothed": "true"}, {}])
+def test_passes_that_do_more_have_more_threads(consts: dict[str, str]) -> None:
+    program = made("cross_entropy", 29338, "bf16", consts).program("cuda")
+    assert program.schedule.threads == (1024 if consts else 512)
+    assert nvrtc.compile_cuda(program.source, program.entry, "sm_90").resources.local_bytes == 0

@@ -197,6 +197,7 @@ def test_stages_are_of_the_rows_that_are_taken_in_chunks() -> None:
         (["schedule cuda: stages = 2"], "K0241", "'stages' is no knob of cuda"),
         (["schedule cuda: registers = 64"], "K0241", "'registers' is no knob of cuda"),
         (["schedule triton: registers = 16"], "K0242", "'registers' cannot be 16"),
+        (["schedule triton: warps = 32, registers = 65"], "K0242", "32 warps have no 65 registers a thread"),
         (["schedule cuda: thread = 64"], "K0241", "there is no knob 'thread'"),
         (["schedule cuda: threads = 48"], "K0242", "'threads' cannot be 48"),
         (["schedule cuda: threads = 2048"], "K0242", "'threads' cannot be 2048"),

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
+from kgen.codegen import ladders
 from kgen.codegen.about import compiled_for, grid
 from kgen.codegen.cuda import caching, indices
 from kgen.codegen.cuda.context import Context, Holder
@@ -27,7 +28,19 @@ from kgen.codegen.origins import file_name
 from kgen.codegen.phases import refs
 from kgen.codegen.program import Arg, Program, Stage
 from kgen.codegen.registers import sum_registers
-from kgen.codegen.schedule import Choice, Element, Leave, Loop, Partial, Scheduled, Step, Straight, decided_by
+from kgen.codegen.schedule import (
+    Choice,
+    Element,
+    Leave,
+    Loop,
+    Partial,
+    Schedule,
+    Scheduled,
+    Step,
+    Straight,
+    Sums,
+    decided_by,
+)
 from kgen.codegen.templating import render
 from kgen.dsl import ir
 from kgen.dsl.dtypes import BOOL
@@ -54,6 +67,17 @@ def host_source(program: Program) -> str:
     if begin < 0:
         return program.source
     return program.source[:begin] + program.source[end + len(_END) :].lstrip("\n")
+
+
+def _bounds(schedule: Schedule, sums: Sums | None) -> str:
+    """What the compiler is told of a block's threads, and of how many blocks a multiprocessor is to have. Of a cluster
+    that meets several times it is to have two: left alone, NVRTC spills 8 bytes of log-softmax, of 65544 columns, to
+    have three."""
+    if sums is not None and sums.split is not None:
+        return f"THREADS, {sums.blocks}"
+    if sums is None and schedule.cluster > 1 and schedule.threads <= ladders.CLUSTER_THREADS:
+        return f"THREADS, {ladders.CLUSTER_BLOCKS}"
+    return "THREADS"
 
 
 class _Emitter:
@@ -104,7 +128,7 @@ class _Emitter:
             primitives_end=_END,
             helpers=helpers,
             cluster="CLUSTER, 1, 1" if ctx.schedule.cluster > 1 else "",
-            bounds="THREADS" if sums is None or sums.split is None else f"THREADS, {sums.blocks}",
+            bounds=_bounds(ctx.schedule, sums),
             constants=[(name, *value) for name, value in ctx.constants.items()],
             entry=ctx.entry,
             parameters=[self._parameter(a) for a in ctx.args],

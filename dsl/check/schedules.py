@@ -17,7 +17,7 @@ from kgen.dsl.check.scope import Scope
 from kgen.dsl.check.signature import index_poly
 from kgen.dsl.diagnostics import Diagnostics, suggestion
 from kgen.dsl.dtypes import DTYPES
-from kgen.dsl.knobs import BACKENDS, CHUNK, KNOBS, WARP, WHOLE, Knob, power_of_two
+from kgen.dsl.knobs import BACKENDS, CHUNK, KNOBS, REGISTER_FILE, WARP, WHOLE, Knob, power_of_two
 from kgen.dsl.proofs.prove import Facts
 from kgen.dsl.source import Span
 
@@ -146,6 +146,10 @@ class Schedules:
             looped = [a.name for a in self.tiles if chunks.get(a.name, 0) is not None]
             if not looped:
                 raise self.fail("K0242", "'stages' is for loops, and here is none", spans["stages"], self._or_chunks())
+        if "registers" in sizes and (threads or WARP) * sizes["registers"] > REGISTER_FILE:
+            warps = (threads or WARP) // WARP
+            message = f"{warps} warps have no {sizes['registers']} registers a thread"
+            raise self.fail("K0242", message, spans["registers"], f"write {REGISTER_FILE // (warps * WARP)}, or fewer")
         if "blocks" in sizes and not any(isinstance(b, ir.Accumulate) for b in self.scope.body):
             hint = "remove it: how many programs there are follows from rows"
             raise self.fail("K0242", "'blocks' is for kernels that sum over programs", spans["blocks"], hint)
