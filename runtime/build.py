@@ -21,6 +21,7 @@ from kgen.dsl import ast
 from kgen.dsl.check import TensorParam
 from kgen.dsl.diagnostics import DslError
 from kgen.dsl.errors import KgenError
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.host import ast as host
 from kgen.runtime import eject
 from kgen.runtime.ahead import BACKENDS, Binary, Choices, Target, binary, target
@@ -94,22 +95,8 @@ def run(
     Raises BuildError with everything that failed, BackendError where a compiler is missing, KgenError where a folder
     cannot be written to.
     """
-    made: list[_Made] = []
-    ops: list[_MadeOp] = []
     failures: list[str] = []
-    for job in jobs:
-        with _collected(failures, job):
-            if isinstance(job.item, ast.Kernel):
-                goal = target(job.module, job.item, job.choices)
-                made.append(_Made(job, goal, {b: goal.launches(b, job.archs) for b in job.backends}, goal.name))
-                continue
-            op = op_target(job.module, job.item, job.choices, job.gradients, job.accumulate)
-            files = kernel_files(op)
-            ops.append(_MadeOp(job, op, op_source(op, files)))
-            for file in {f.stem: f for _, f in files}.values():
-                rest = (b for b in job.backends if b != "triton")
-                programs = {**{b: file.target.launches(b, job.archs) for b in rest}, "triton": file.launches}
-                made.append(_Made(job, file.target, programs, file.stem))
+    made, ops = _emitted(jobs, failures)
     binaries: _Binaries = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="kgen-build")
     try:
@@ -132,6 +119,27 @@ def run(
     if failures:
         raise BuildError("\n".join(failures) + "\nNothing was written.")
     return _write(made, ops, binaries)
+
+
+@collected_later()
+def _emitted(jobs: Sequence[Job], failures: list[str]) -> tuple[list[_Made], list[_MadeOp]]:
+    """The sources of `jobs`, of kernels and of ops; what is wrong with one goes to `failures`."""
+    made: list[_Made] = []
+    ops: list[_MadeOp] = []
+    for job in jobs:
+        with _collected(failures, job):
+            if isinstance(job.item, ast.Kernel):
+                goal = target(job.module, job.item, job.choices)
+                made.append(_Made(job, goal, {b: goal.launches(b, job.archs) for b in job.backends}, goal.name))
+                continue
+            op = op_target(job.module, job.item, job.choices, job.gradients, job.accumulate)
+            files = kernel_files(op)
+            ops.append(_MadeOp(job, op, op_source(op, files)))
+            for file in {f.stem: f for _, f in files}.values():
+                rest = (b for b in job.backends if b != "triton")
+                programs = {**{b: file.target.launches(b, job.archs) for b in rest}, "triton": file.launches}
+                made.append(_Made(job, file.target, programs, file.stem))
+    return made, ops
 
 
 @contextlib.contextmanager

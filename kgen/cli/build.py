@@ -23,6 +23,7 @@ from kgen.cli.options import (
     wanted_gradients,
 )
 from kgen.dsl import ast
+from kgen.dsl.garbage import collected_later
 
 if TYPE_CHECKING:
     from kgen.dsl.host.ast import Op
@@ -138,6 +139,7 @@ class _Item:
     direction: str | None
 
 
+@collected_later()
 def _items(files: list[str], backends: tuple[str, ...]) -> list[_Item]:
     """What `files` name. Ops are left out where `backends` cannot build them; UsageError for one that is named."""
     out: list[_Item] = []

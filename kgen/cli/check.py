@@ -14,10 +14,12 @@ from kgen.dsl import ast
 from kgen.dsl.check.products import products
 from kgen.dsl.diagnostics import Diagnostic, DslError
 from kgen.dsl.errors import KgenError
+from kgen.dsl.garbage import collected_later
 from kgen.dsl.host.unused import unused
 from kgen.dsl.source import Span
 
 
+@collected_later()
 def check(
     files: Annotated[
         list[str], typer.Argument(metavar="FILE[:NAME]|NAME|FOLDER...", help="What to check.", show_default=False)
