@@ -370,8 +370,10 @@ def _looped(kernel: ir.Kernel, variant: Variant, vector: int, peeled: bool) -> I
                 continue
             fitting = chunk
             looped = Schedule(threads, 1, vector, ordered(kernel, trial), "looped", peeled=peeled)
-            registers = trial_registers(kernel, variant, looped) + pass_registers(paired(kernel, looped))
-            if slots <= ladders.LOOP_SLOTS[threads] or registers <= room:
+            if (
+                slots <= ladders.LOOP_SLOTS[threads]
+                or trial_registers(kernel, variant, looped) + pass_registers(paired(kernel, looped)) <= room
+            ):
                 yield looped
         if fitting is not None:
             chunks[axis] = fitting
@@ -403,7 +405,7 @@ def _at_once(kernel: ir.Kernel, variant: Variant, vector: int) -> Schedule | Non
     the row for the others (`kgen.codegen.cuda.caching`)."""
     threads, axis = ladders.AT_ONCE_THREADS, kernel.tiles[0]
     extent = axis.extent.constant
-    few = whole_row_bytes(kernel) <= ladders.AT_ONCE_BEYOND
+    few = whole_row_bytes(kernel) <= ladders.ROW_WHOLE_BEFORE_PASSES
     if len(kernel.tiles) > 1 or few or extent % (threads * vector) == 0:
         return None
     if has_sums(kernel) or in_place(kernel) or not stores_rows(kernel) or not exponentials(kernel):

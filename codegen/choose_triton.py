@@ -6,7 +6,7 @@ As `kgen.codegen.choose` for CUDA: sizes are read off the kernel in normal form,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kgen.codegen import ladders
@@ -39,20 +39,39 @@ def triton_row(kernel: ir.Kernel, variant: Variant, capability: int, hold: int |
         found = holding(kernel, variant)
         if found is not None:
             return found
-    chunks = _chunks(kernel, variant)
-    extents = {**_whole(kernel), **chunks}
+    once = read_once(kernel)
+    chunks, block = _chunks(
+        kernel,
+        lambda block, chunked: _fits(kernel, block, once, chunked),
+        lambda axis: _most(kernel, variant, axis, once),
+    )
     if chunks:
-        warps = _loop_warps(kernel, variant, chunks, largest_block(kernel, extents))
-        schedule = Schedule(32 * warps, 1, chunks=ordered(kernel, chunks), name="looped")
-        return replace(schedule, stages=_chunk_stages(kernel, schedule))
-    block = largest_block(kernel, extents)
+        warps = ladders.TRITON_ONCE_WARPS if once else _loop_warps(kernel, variant, chunks, block)
+        return _looped(kernel, warps, chunks)
     rows = _rows(kernel, variant, block, ladders.TRITON_SHORT_ROWS)
     return Schedule(32 * _whole_warps(kernel, block, rows), rows, name="row")
 
 
-def _whole(kernel: ir.Kernel) -> dict[str, int]:
-    """Extents of the tile indices, as blocks have them."""
-    return padded(kernel, Schedule(32, 1))
+def _chunks(
+    kernel: ir.Kernel, fits: Callable[[int, bool], bool], most: Callable[[str], int]
+) -> tuple[dict[str, int], int]:
+    """Along which indices a row is taken in chunks, and of how many elements, none where a program holds it; and the
+    elements of the largest block then. `fits` says whether a program holds a block of so many, of a row that is taken
+    in chunks or not; `most` how many a chunk along an index may have."""
+    whole = padded(kernel, Schedule(32, 1))
+    chunks: dict[str, int] = {}
+    for axis in sorted(whole, key=lambda a: -whole[a]):
+        if fits(largest_block(kernel, {**whole, **chunks}), bool(chunks)):
+            break
+        chunk = max(1, most(axis) // ceil_power(beside(kernel, axis, {**whole, **chunks})))
+        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
+            chunks[axis] = chunk
+    return chunks, largest_block(kernel, {**whole, **chunks})
+
+
+def _looped(kernel: ir.Kernel, warps: int, chunks: dict[str, int]) -> Schedule:
+    schedule = Schedule(32 * warps, 1, chunks=ordered(kernel, chunks), name="looped")
+    return replace(schedule, stages=_chunk_stages(kernel, schedule))
 
 
 def _rows(kernel: ir.Kernel, variant: Variant, block: int, short: int) -> int:
@@ -79,11 +98,12 @@ def _enough(kernel: ir.Kernel, elements: int, warps: int) -> int:
 # ---- rows that are held whole --------------------------------------------------------------------------------------
 
 
-def _fits_whole(kernel: ir.Kernel, block: int) -> bool:
-    """Whether a program holds rows with a largest block of `block` elements."""
-    if in_place(kernel) and own_row_bytes(kernel) > ladders.TRITON_WHOLE_IN_PLACE:
+def _fits(kernel: ir.Kernel, block: int, once: bool, chunked: bool) -> bool:
+    """Whether a program holds rows, or chunks of them, with a largest block of `block` elements; `once`: rows that are
+    read once."""
+    if not chunked and in_place(kernel) and own_row_bytes(kernel) > ladders.TRITON_WHOLE_IN_PLACE:
         return False
-    limit = min(ladders.TRITON_WHOLE, ladders.TRITON_ONCE) if read_once(kernel) else ladders.TRITON_WHOLE
+    limit = min(ladders.TRITON_WHOLE, ladders.TRITON_ONCE) if once else ladders.TRITON_WHOLE
     return block <= limit and warps_hold(kernel, block)
 
 
@@ -102,30 +122,15 @@ def _whole_warps(kernel: ir.Kernel, block: int, rows: int) -> int:
 # ---- rows in chunks ------------------------------------------------------------------------------------------------
 
 
-def _chunks(kernel: ir.Kernel, variant: Variant) -> dict[str, int]:
-    """Along which indices a row is taken in chunks, and of how many elements; none where a program holds it."""
-    whole = _whole(kernel)
-    chunks: dict[str, int] = {}
-    for axis in sorted(whole, key=lambda a: -whole[a]):
-        block = largest_block(kernel, {**whole, **chunks})
-        if (block <= ladders.TRITON_WHOLE and warps_hold(kernel, block)) if chunks else _fits_whole(kernel, block):
-            break
-        chunk = max(1, _most(kernel, variant, axis) // ceil_power(beside(kernel, axis, {**whole, **chunks})))
-        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
-            chunks[axis] = chunk
-    return chunks
-
-
-def _most(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
-    """The most elements of a chunk along `axis`."""
-    size = own_row_bytes(kernel)
-    if read_once(kernel):
+def _most(kernel: ir.Kernel, variant: Variant, axis: str, once: bool) -> int:
+    """The most elements of a chunk along `axis`; `once` as for `_fits`."""
+    if once:
         return ladders.TRITON_ONCE_CHUNK
     if in_place(kernel):
         most = ladders.TRITON_IN_PLACE_EACH * 32 * _in_place_warps(kernel)
         large = small_threads_hold(kernel, most)
     else:
-        most = ladders.TRITON_CHUNK[size]
+        most = ladders.TRITON_CHUNK[own_row_bytes(kernel)]
         large = narrow_rows(kernel) and _light(kernel, most)
     if most > ladders.TRITON_LARGE // 2 and not large:
         most = ladders.TRITON_LARGE // 2
@@ -141,9 +146,8 @@ def _most(kernel: ir.Kernel, variant: Variant, axis: str) -> int:
 
 
 def _loop_warps(kernel: ir.Kernel, variant: Variant, chunks: Iterable[str], block: int) -> int:
-    """Warps of a program that takes its row in chunks, the largest block of which has `block` elements."""
-    if read_once(kernel):
-        return ladders.TRITON_ONCE_WARPS
+    """Warps of a program that takes its row in chunks, the largest block of which has `block` elements, in several
+    passes."""
     single = narrow_rows(kernel) and any(vector_limit(kernel, variant, axis) == 1 for axis in chunks)
     if in_place(kernel):
         warps, each = _in_place_warps(kernel), ladders.TRITON_IN_PLACE_EACH
@@ -172,8 +176,6 @@ def _chunk_stages(kernel: ir.Kernel, schedule: Schedule) -> int:
     """Stages of a loop over chunks: as many as the ladder says, but with room in shared memory for what is loaded
     ahead."""
     chunks = dict(schedule.chunks)
-    if not chunks:
-        return 1
     loads = [s.value for s in kernel.body if isinstance(s.value, ir.Load) and s.value.axes & chunks.keys()]
     extents = padded(kernel, schedule)
     ahead = sum(tile_bytes(kernel.tensor(e.tensor), e.axes, extents) for e in loads)
@@ -187,22 +189,17 @@ def _with_sums(kernel: ir.Kernel, variant: Variant, capability: int) -> Schedule
     """Of a kernel that sums over programs: a block of sums, which are not packed, is held beside the row from the first
     row to the last."""
     beside_row = 3
-    whole = _whole(kernel)
-    chunks: dict[str, int] = {}
-    for axis in sorted(whole, key=lambda a: -whole[a]):
-        block = largest_block(kernel, {**whole, **chunks})
-        if block * beside_row <= ladders.TRITON_SUM_WHOLE and warps_hold(kernel, block):
-            break
-        if not chunks and warps_hold_sums(kernel, variant, block):
-            return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
-        chunk = max(1, ladders.TRITON_SUM_CHUNK // ceil_power(beside(kernel, axis, {**whole, **chunks})))
-        if chunk < whole[axis] and legal(kernel, {**chunks, axis: chunk}):
-            chunks[axis] = chunk
-    block = largest_block(kernel, {**whole, **chunks})
-    rows = 1 if chunks else _rows(kernel, variant, block, ladders.TRITON_SUM_SHORT_ROWS)
-    warps = _enough(kernel, block * rows, ladders.TRITON_SUM_ROW_WARPS[block * rows])
-    name = "looped" if chunks else "row"
-    schedule = Schedule(32 * warps, rows, chunks=ordered(kernel, chunks), name=name)
+
+    def fits(block: int, _: bool = False) -> bool:
+        return block * beside_row <= ladders.TRITON_SUM_WHOLE and warps_hold(kernel, block)
+
+    whole = largest_block(kernel, padded(kernel, Schedule(32, 1)))
+    if not fits(whole) and warps_hold_sums(kernel, variant, whole):
+        return Schedule(32 * ladders.TRITON_SUM_WARPS, 1, name="row")
+    chunks, block = _chunks(kernel, fits, lambda _: ladders.TRITON_SUM_CHUNK)
     if chunks:
-        return replace(schedule, stages=_chunk_stages(kernel, schedule))
+        return _looped(kernel, _enough(kernel, block, ladders.TRITON_SUM_ROW_WARPS[block]), chunks)
+    rows = _rows(kernel, variant, block, ladders.TRITON_SUM_SHORT_ROWS)
+    warps = _enough(kernel, block * rows, ladders.TRITON_SUM_ROW_WARPS[block * rows])
+    schedule = Schedule(32 * warps, rows, name="row")
     return replace(schedule, stages=sum_stages(kernel, variant, schedule, capability)) if rows == 1 else schedule

@@ -108,7 +108,6 @@ PASS_REGISTERS = 4
 # registers there, where two programs have 32 a thread.
 AT_ONCE_REGISTERS = 20
 AT_ONCE_THREADS = 1024
-AT_ONCE_BEYOND = 32 << 10  # bytes of the row
 
 # Clusters of CTAs, in which a row that one cannot hold is whole. Rows of more bytes than this: RMSNorm 4096x131072
 # takes 1.15 in two CTAs of 1024 threads. Between several reductions nothing of a row is in flight, so that a

@@ -392,11 +392,9 @@ def _name(s: ir.Stmt) -> str:
 
 
 def _launch(scheduled: Scheduled) -> str:
-    cluster = f", clusters of {scheduled.schedule.cluster} blocks, which are compiled in" * (
-        scheduled.schedule.cluster > 1
-    )
-    blocks = grid(scheduled, "ceil({} / {})")
-    return f"grid {blocks}, block {scheduled.schedule.threads}{cluster}, no dynamic shared memory"
+    s = scheduled.schedule
+    cluster = f", clusters of {s.cluster} blocks, which are compiled in" if s.cluster > 1 else ""
+    return f"grid {grid(scheduled, 'ceil({} / {})')}, block {s.threads}{cluster}, no dynamic shared memory"
 
 
 def _signature(t: ir.Tensor) -> str:
